@@ -1,0 +1,293 @@
+"""Configuration: one frozen dataclass per pillar, one docstring per field, checked when made.
+
+Stdlib only, so that a wrong option is found before torch is imported and before any process starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from memwall_strategy.core.errors import ConfigError, nearest
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
+_FACTOR = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024), ("i", 1024))
+}
+
+Size = str | int | float
+"""``"512MiB"``, ``"8GB"``, an int of bytes, or a float in (0, 1]: that fraction of what is there."""
+
+
+def parse_size(value: Size, *, option: str, available_bytes: int | None = None) -> int:
+    """Return a size in bytes.
+
+    Args:
+        value: see ``Size``.
+        option: name of the option, for the error.
+        available_bytes: what there is; needed for fractions and, when given, the upper bound.
+
+    Raises:
+        ConfigError: not a size, negative, a fraction of something unknown, or more than there is.
+    """
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ConfigError(f"{option}={value!r} is not a size. Write it as '512MiB', '8GiB', bytes, or a fraction.")
+    if isinstance(value, str):
+        match = _SIZE.match(value)
+        if match is None or match[2].lower() not in _FACTOR:
+            raise ConfigError(f"{option}={value!r} is not a size. Write it as '512MiB', '8GiB', bytes, or a fraction.")
+        if "." in match[1] and not match[2]:
+            value = float(match[1])
+        else:
+            value = int(float(match[1]) * _FACTOR[match[2].lower()])
+    if isinstance(value, float):
+        if not 0.0 < value <= 1.0:
+            raise ConfigError(f"{option}={value} is a fraction outside (0, 1]. For bytes write an int or '{value}GiB'.")
+        if available_bytes is None:
+            raise ConfigError(f"{option}={value} is a fraction of memory whose size is not known here. Write bytes.")
+        value = int(value * available_bytes)
+    if value < 0:
+        raise ConfigError(f"{option}={value} is negative.")
+    if available_bytes is not None and value > available_bytes:
+        raise ConfigError(
+            f"{option}={format_size(value)} is above the {format_size(available_bytes)} that are there. "
+            f"Lower it, or give a fraction such as {option}=0.9."
+        )
+    return value
+
+
+def format_size(size_bytes: float) -> str:
+    """Write bytes for people: ``1536 -> '1.5 KiB'``."""
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024 or suffix == "GiB":
+            return f"{size_bytes:.0f} B" if suffix == "B" else f"{size_bytes:.1f} {suffix}"
+        size_bytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def _check_bool(owner: object, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(owner, name), bool):
+            raise ConfigError(f"{_where(owner, name)}={getattr(owner, name)!r} must be true or false.")
+
+
+def _check_int(owner: object, name: str, lowest: int) -> None:
+    value = getattr(owner, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ConfigError(f"{_where(owner, name)}={value!r} must be a whole number of at least {lowest}.")
+
+
+def _check_choice(owner: object, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(owner, name)
+    if value not in allowed:
+        raise ConfigError(
+            f"{_where(owner, name)}={value!r} is not one of {', '.join(allowed)}.{nearest(str(value), allowed)}"
+        )
+
+
+def _where(owner: object, name: str) -> str:
+    group = type(owner).__name__.removesuffix("Config").lower()
+    return name if group == "memwall" else f"{group}.{name}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolConfig:
+    """Memory: what the run may hold, and how closely it is watched."""
+
+    enabled: bool = True
+    """Count live bytes per kind and step phase and hold them against the budget."""
+
+    device_budget: Size | None = None
+    """Most bytes that a rank may hold for the model on its device: weights, gradients, optimizer state, gathered
+    weights, buffers and communication buffers. Set-up fails by name when the model cannot fit; a step that passes
+    it stops the run. None: all that is there."""
+
+    deep_accounting: bool = False
+    """Also count the activations that autograd saves (saved-tensor hooks; for planning, costs a few percent)."""
+
+    def __post_init__(self) -> None:
+        _check_bool(self, "enabled", "deep_accounting")
+        if self.device_budget is not None and not (
+            isinstance(self.device_budget, float) or _is_fraction(self.device_budget)
+        ):
+            parse_size(self.device_budget, option="pool.device_budget")
+
+
+def _is_fraction(value: Size) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"\s*0?\.\d+\s*|\s*1\.0*\s*", value) is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverlapConfig:
+    """Communication in the shadow of compute."""
+
+    enabled: bool = True
+    """Off: the engine's own schedule, untouched."""
+
+    lanes: bool = True
+    """On CPU/gloo, run all-gathers and reduce-scatters on lanes of their own instead of on the training thread. On
+    CUDA the engine's streams do this; the option then only sets the number of reduction buffers."""
+
+    prefetch: int = 1
+    """How many units ahead weights are gathered, in forward and in backward."""
+
+    reduce_buffers: int = 2
+    """Most units whose gradients may be in flight at a time; each holds one unit's whole gradient."""
+
+    trace: bool = False
+    """Keep every transfer's start and end for ``Runtime.write_trace``."""
+
+    def __post_init__(self) -> None:
+        _check_bool(self, "enabled", "lanes", "trace")
+        _check_int(self, "prefetch", 0)
+        _check_int(self, "reduce_buffers", 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopologyConfig:
+    """Links and balance. Not part of this version: ``enabled=True`` is refused."""
+
+    enabled: bool = False
+    """Measure links and balance micro-batches by them."""
+
+    def __post_init__(self) -> None:
+        _refuse_future(self, "link measurement and balance", "replicate=N for sharding inside racks of equal size")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """Dynamic clustering by gradient activity. Not part of this version: ``enabled=True`` is refused."""
+
+    enabled: bool = False
+    """Cluster units by activity and treat clusters differently."""
+
+    def __post_init__(self) -> None:
+        _refuse_future(self, "dynamic clustering", "cluster.enabled=false")
+
+
+def _refuse_future(owner: object, what: str, instead: str) -> None:
+    _check_bool(owner, "enabled")
+    if owner.enabled:  # type: ignore[attr-defined]
+        raise ConfigError(f"{_where(owner, 'enabled')}=true: {what} is not in this version. Use {instead}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResilienceConfig:
+    """Faults as normal events."""
+
+    enabled: bool = True
+    """Off: the engine's own process groups and errors, untouched."""
+
+    swappable_groups: bool | None = None
+    """Use process groups whose inner group can be replaced, so that a lost peer raises one sticky ``PeerLost`` on
+    every rank instead of a hang. None: on with gloo, off with NCCL (where it has not run on real cards yet)."""
+
+    def __post_init__(self) -> None:
+        _check_bool(self, "enabled")
+        if self.swappable_groups is not None:
+            _check_bool(self, "swappable_groups")
+
+
+ACCUMULATE = ("sharded", "whole")
+CHECKPOINT_FORMATS = ("sharded", "full")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemwallConfig:
+    """Everything that can be set, one part per pillar."""
+
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    """Memory."""
+
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    """Lanes and prefetch."""
+
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    """Links and balance."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Activity of units."""
+
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    """Faults."""
+
+    replicate: int = 1
+    """Number of replicas (HSDP): weights are sharded over world / replicate ranks, gradients summed over replicas."""
+
+    unit_classes: tuple[str, ...] = ()
+    """Names of the module classes that become units. Empty: a Hugging Face model's ``_no_split_modules``, else the
+    longest repeated ``ModuleList``."""
+
+    accumulate: str = "sharded"
+    """How gradients rest between micro-batches: ``sharded`` reduces in the rack each micro-batch and across replicas
+    once (least memory); ``whole`` keeps each rank's whole gradient and reduces once (least communication)."""
+
+    checkpoint: str = "sharded"
+    """``sharded``: a folder with one file per rank, loadable at another world size. ``full``: one file on rank 0."""
+
+    async_checkpoint: bool = False
+    """Write sharded checkpoints in the background; holds one copy of the rank's shards in host memory meanwhile."""
+
+    timeout_s: float = 1800.0
+    """Longest wait of any collective or lane, in seconds."""
+
+    def __post_init__(self) -> None:
+        _check_int(self, "replicate", 1)
+        _check_choice(self, "accumulate", ACCUMULATE)
+        _check_choice(self, "checkpoint", CHECKPOINT_FORMATS)
+        _check_bool(self, "async_checkpoint")
+        if isinstance(self.unit_classes, str) or not isinstance(self.unit_classes, Iterable):
+            raise ConfigError(f"unit_classes={self.unit_classes!r} must be a sequence of class names or classes.")
+        names = tuple(c if isinstance(c, str) else getattr(c, "__name__", repr(c)) for c in self.unit_classes)
+        object.__setattr__(self, "unit_classes", names)
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)) or self.timeout_s <= 0:
+            raise ConfigError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds.")
+        if self.async_checkpoint and self.checkpoint == "full":
+            raise ConfigError("async_checkpoint=true needs checkpoint='sharded'; a full file is written at once.")
+        for part in fields(self):
+            if part.name in _PARTS and not isinstance(getattr(self, part.name), _PARTS[part.name]):
+                raise ConfigError(
+                    f"{part.name}={getattr(self, part.name)!r} must be a {_PARTS[part.name].__name__}. "
+                    f"Write {part.name}={_PARTS[part.name].__name__}(...)."
+                )
+
+
+_PARTS: dict[str, type] = {
+    "pool": PoolConfig,
+    "overlap": OverlapConfig,
+    "topology": TopologyConfig,
+    "cluster": ClusterConfig,
+    "resilience": ResilienceConfig,
+}
+
+
+def config_from(options: Mapping[str, Any], *, owner: str = "MemwallStrategy") -> MemwallConfig:
+    """Build a ``MemwallConfig`` from keywords or nested mappings (as Hydra gives them).
+
+    Raises:
+        ConfigError: an unknown option, with the nearest known one, or a value that its field refuses.
+    """
+    return _build(MemwallConfig, options, owner)
+
+
+def _build(cls: type, options: Mapping[str, Any], where: str) -> Any:
+    known = {f.name for f in fields(cls)}
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(
+                f"{where} has no option {name!r}.{nearest(name, known)} Known options: {', '.join(sorted(known))}."
+            )
+        part = _PARTS.get(name) if cls is MemwallConfig else None
+        if part is not None and not is_dataclass(value):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{name}={value!r} must be a {part.__name__} or a mapping of its options.")
+            value = _build(part, value, part.__name__)
+        elif isinstance(value, list):
+            value = tuple(value)
+        values[name] = value
+    return cls(**values)

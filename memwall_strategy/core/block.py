@@ -1,0 +1,74 @@
+"""Blocks (what is placed) and placements (where it is)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What a block holds. Optimizer states that are not listed use their own state key as kind."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    MASTER = "master"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    OPTIMIZER = "optimizer"
+    """Any other optimizer state, summed."""
+    ACTIVATION = "activation"
+    GATHERED = "gathered"
+    COMM = "comm"
+    """Buffers in flight on a lane: all-gather outputs, reduce-scatter inputs and outputs."""
+    BUFFER = "buffer"
+    """Module buffers (running statistics, position tables)."""
+    REPLICA = "replica"
+    SNAPSHOT = "snapshot"
+
+
+class Tier(StrEnum):
+    """A physical medium."""
+
+    DEVICE = "device"
+    PEER = "peer"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Phase(StrEnum):
+    """Where in a step the training thread is."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One logical tensor of one rank: the address is (unit, parameter, kind)."""
+
+    unit: str
+    parameter: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a block is.
+
+    Attributes:
+        tier: the medium.
+        owner: global rank whose memory holds the bytes.
+        arena: name of the arena within the tier (``"torch"`` where torch's own allocator holds it).
+        offset: first byte within the arena.
+        bytes: length in bytes.
+        generation: grows by one each time the content is replaced.
+    """
+
+    tier: Tier
+    owner: int
+    arena: str
+    offset: int
+    bytes: int
+    generation: int = 0

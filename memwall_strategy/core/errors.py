@@ -1,0 +1,46 @@
+"""Every error that memwall raises on purpose.
+
+Each message says what is wrong, which value of which option caused it, and one thing to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MemwallError(RuntimeError):
+    """Base of all errors raised on purpose by memwall."""
+
+
+class ConfigError(MemwallError, ValueError):
+    """A setting cannot be used. Raised before any process waits for another."""
+
+
+class CheckpointError(MemwallError):
+    """A checkpoint is missing, foreign, half-written or does not fit the model."""
+
+
+class TransferError(MemwallError):
+    """A transfer on a lane failed; the message names lane, transfer and unit, the cause is chained."""
+
+
+class PeerLost(MemwallError):
+    """A process of the group died or stopped answering.
+
+    The error is sticky: from the first time it is met, every later collective on the group raises it again, on
+    every rank and every thread, until the group is configured anew.
+
+    Attributes:
+        ranks: global ranks that were lost, ascending; empty where the store that would tell died too.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the closest allowed name, or an empty string when none is close."""
+    match = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    return f" Did you mean {match[0]!r}?" if match else ""
