@@ -85,7 +85,7 @@ def install() -> None:
 
     Never raises, may be called any number of times and from any thread, imports neither torch nor Lightning.
     """
-    with _INSTALLING:
+    with _LOCK:
         if _FINDER not in sys.meta_path:
             sys.meta_path.insert(0, _FINDER)
     for name, module in imported():
@@ -102,8 +102,9 @@ def register_in(module: ModuleType, name: str) -> None:
     """Register memwall in the registry of ``module``, imported as ``name``, unless it is there already."""
     entry = REGISTRIES[name]
     registry = getattr(module, entry.attribute)
-    if NAME not in registry:
-        registry.register(NAME, entry.build, description=DESCRIPTION)
+    with _LOCK:
+        if NAME not in registry:
+            registry.register(NAME, entry.build, description=DESCRIPTION)
 
 
 def _register_quietly(module: ModuleType, name: str) -> None:
@@ -171,5 +172,6 @@ class _RegisteringLoader(Loader):
 
 
 _RUNNING: set[str] = set()
-_INSTALLING = threading.Lock()
+_LOCK = threading.Lock()
+"""Held for a lookup and an insertion, never across an import."""
 _FINDER = _RegistryFinder()
