@@ -1,0 +1,512 @@
+"""Asynchronous gathers and reductions for FSDP2 on CPU.
+
+On CUDA, FSDP2 hides communication with streams. On CPU its collectives block the training thread. Here they run on two
+lanes, each with process groups of its own, so that neither meets the other's or the user's collectives:
+
+- *gather*: a custom all-gather comm queues the collective and hands FSDP2 a ``Work`` to wait for in the unit's
+  pre-forward or pre-backward. Units ahead are prefetched.
+- *reduce*: replaces ``FSDPParamGroup.post_backward`` on the instance. The training thread copies a unit's gradients
+  into one flat buffer, frees them and goes on; the lane then does, in order, the in-rack reduce-scatter, the sum with
+  what earlier micro-batches left, the all-reduce over replicas and the user's all-reduce hook.
+
+A reduction is *finished* (sharded gradient set or added, post-accumulate hooks run) on the training thread: in order,
+when more than ``reduce_buffers`` are in flight, and at the end of the backward at the latest, inside autograd's final
+callback. So when ``backward()`` returns, every gradient is in place as under stock FSDP2, whatever ran before it:
+accumulation, gradients that were there already, several backwards of one forward, recompute. Only inside ``hold()``
+(micro-batches whose gradients nobody may look at) may reductions go on into the next forward.
+
+A parameter without a gradient on this rank is reduced as zeros, so the buffers agree on every rank; one small
+all-reduce at the end of the backward tells which parameters had a gradient anywhere. The others keep ``grad=None``.
+
+What this does not do: a unit whose forward runs on some ranks only cannot be reduced (nor gathered, by FSDP2 itself).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    _get_gradient_divide_factors,
+    foreach_reduce_scatter_copy_in,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
+
+from memwall_strategy.core.block import Kind
+from memwall_strategy.core.errors import MemwallError
+from memwall_strategy.core.lane import Lane, Transfer
+from memwall_strategy.engine.fsdp import (
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    FSDPParam,
+    FSDPParamGroup,
+    FSDPState,
+    TrainingState,
+    all_gather_single,
+    fsdp_states,
+    group_name,
+    local_tensor,
+    reduce_scatter_single,
+    set_unshard_async,
+    state_groups,
+    trainable,
+)
+
+
+class Account(Protocol):
+    """Where buffers are booked while they live (``engine.memory.MemoryAccount``)."""
+
+    def add(self, kind: str, nbytes: int) -> None: ...
+
+    def remove(self, kind: str, nbytes: int) -> None: ...
+
+
+class _NoAccount:
+    def add(self, kind: str, nbytes: int) -> None:
+        return None
+
+    def remove(self, kind: str, nbytes: int) -> None:
+        return None
+
+
+class LaneGroups:
+    """Twins of process groups: the same ranks, but a sequence of collectives of their own.
+
+    Twins are leased: ``close`` gives them back for the next model of this process, since torch derives a group's name
+    from its ranks and a group made again under an old name would meet the old one's addresses in the store. They end
+    with the default group.
+    """
+
+    _free: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._twins: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def twin(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The twin of ``group``; made on first use, by its members alone, in the same order on each of them."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if ranks not in self._twins:
+            free = self._free.setdefault(dist.group.WORLD, {}).setdefault(ranks, [])
+            self._twins[ranks] = free.pop(0) if free else dist.new_group(
+                list(ranks), backend=dist.get_backend(group), use_local_synchronization=True, group_desc="memwall_lane"
+            )  # fmt: skip
+        return self._twins[ranks]
+
+    def close(self) -> None:
+        """Give the twins back. No collective may be in flight on them."""
+        if dist.is_initialized():
+            free = self._free.setdefault(dist.group.WORLD, {})
+            for ranks, group in self._twins.items():
+                free.setdefault(ranks, []).append(group)
+        self._twins.clear()
+
+
+class LaneWork(dist.Work):
+    """What FSDP2 waits for; lives as long as the gather's result."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__()
+        self._transfer = transfer
+
+    def wait(self, timeout: object = None) -> bool:  # torch passes a timedelta; the lane has its own limit
+        self._transfer.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._transfer.done()
+
+
+class LaneAllGather(AllGather):
+    """All-gather comm of one unit that runs on the gather lane."""
+
+    def __init__(self, unit: str, lane: Lane, groups: LaneGroups) -> None:
+        self._unit, self._lane, self._groups = unit, lane, groups
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ANN001
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        twin = self._groups.twin(group)
+        # FSDP2 filled input_tensor (a slice of output_tensor) on this thread just before: program order suffices.
+        transfer = self._lane.submit(
+            lambda: all_gather_single(output_tensor, input_tensor, group=twin),
+            transfer="all-gather",
+            unit=self._unit,
+            nbytes=output_tensor.nbytes - input_tensor.nbytes,
+        )
+        if async_op:
+            return LaneWork(transfer)
+        transfer.wait()
+        return None
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """One unit's gradients on their way; ``output`` is set by the lane, read after ``transfer`` ended."""
+
+    group: FSDPParamGroup
+    params: list[FSDPParam]
+    padded_sizes: tuple[torch.Size, ...]
+    present: list[bool]
+    complete: bool
+    """False: a partial sum that rests on the lane until the last micro-batch."""
+    transfer: Transfer | None = None
+    output: torch.Tensor | None = None
+    deferred: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Shards of parameters without a gradient here, by position, until it is known whether any rank had one."""
+
+
+class GradientReducer:
+    """Reduces the gradients of every unit of one model on the reduce lane.
+
+    Args:
+        model: the sharded model; ``install`` overrides its FSDP2 groups' ``post_backward``.
+        lane: the reduce lane.
+        buffers: most reductions in flight; each holds one unit's whole gradient.
+        account: where flat buffers are booked.
+    """
+
+    def __init__(self, model: nn.Module, lane: Lane, *, buffers: int, account: Account | None = None) -> None:
+        self._model, self._lane, self._buffers = model, lane, buffers
+        self._account = account or _NoAccount()
+        self._groups = LaneGroups()
+        self._pending: deque[_Reduction] = deque()
+        self._undecided: list[_Reduction] = []
+        self._partial: dict[FSDPParamGroup, torch.Tensor] = {}
+        self._partial_present: dict[FSDPParamGroup, list[bool]] = {}
+        self._held = False
+        self._names = {module: name for name, module in model.named_modules()}
+
+    # -- set-up --
+
+    def install(self) -> None:
+        """Take over ``post_backward`` of every group and the end of every backward."""
+        for state in fsdp_states(self._model):
+            for group in state_groups(state):
+                if isinstance(group.mesh_info, FSDPMeshInfo):
+                    self._groups.twin(group._reduce_scatter_process_group)
+                if isinstance(group.mesh_info, DDPMeshInfo):
+                    self._groups.twin(group._all_reduce_process_group)
+                # autograd's node calls ctx.param_group.post_backward(): an attribute of the instance wins.
+                group.post_backward = functools.partial(self._post_backward, group)
+            # Queued as a bound method of whichever state meets the backward first, looked up on the instance.
+            state._root_post_backward_final_callback = functools.partial(
+                self._end_of_backward, state, state._root_post_backward_final_callback
+            )
+
+    def uninstall(self) -> None:
+        """Give the groups back their own methods and end the process groups."""
+        for state in fsdp_states(self._model):
+            state.__dict__.pop("_root_post_backward_final_callback", None)
+            for group in state_groups(state):
+                group.__dict__.pop("post_backward", None)
+        self.abort()
+        self._groups.close()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Backwards inside may leave reductions in flight; the next backward outside, or ``finish``, ends them."""
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+
+    # -- one backward --
+
+    def _post_backward(self, group: FSDPParamGroup, *unused: object) -> None:
+        used = group._training_state == TrainingState.PRE_BACKWARD
+        group._training_state = TrainingState.POST_BACKWARD
+        for param in group.fsdp_params:
+            param.accumulate_unsharded_grad_if_needed()
+        if not group.reduce_grads:
+            if group.reshard_after_backward:
+                group.reshard()
+            for param in group.fsdp_params:
+                param.to_accumulated_grad_if_needed()
+            return
+        params, gradients, present = _take_gradients(group, used)
+        if group.reshard_after_backward:
+            group.reshard()
+        if params:
+            self._submit(group, params, gradients, present)
+
+    def _submit(
+        self, group: FSDPParamGroup, params: list[FSDPParam], gradients: list[torch.Tensor], present: list[bool]
+    ) -> None:
+        while len(self._pending) >= self._buffers:
+            self._finish_oldest()
+        sharded = isinstance(group.mesh_info, FSDPMeshInfo)
+        shard_group = self._groups.twin(group._reduce_scatter_process_group) if sharded else None
+        replica_group = (
+            self._groups.twin(group._all_reduce_process_group) if isinstance(group.mesh_info, DDPMeshInfo) else None
+        )
+        world = shard_group.size() if shard_group is not None else 1
+        dtypes = {gradient.dtype for gradient in gradients}
+        if len(dtypes) != 1:
+            raise MemwallError(
+                f"gradients of unit {group_name(group, self._names)!r} have several dtypes: {sorted(map(str, dtypes))}. "
+                "Put modules of another dtype into units of their own (unit_classes)."
+            )
+        reduce_dtype = group._reduce_dtype or dtypes.pop()
+        _lay_out_by_shard(params, gradients, world)
+        padded = tuple(_get_dim0_padded_size(g.size(), world) for g in gradients)
+        flat = torch.empty(sum(s.numel() for s in padded), dtype=reduce_dtype, device=group.device)
+        foreach_reduce_scatter_copy_in(gradients, flat, world)
+        gradients.clear()  # the copies are in `flat`: the whole gradients can go
+        complete = replica_group is None or group.all_reduce_grads
+        if (earlier := self._partial_present.pop(group, None)) is not None:
+            present = [a or b for a, b in zip(present, earlier, strict=True)]
+        if not complete:
+            self._partial_present[group] = present
+        item = _Reduction(group, params, padded, present, complete)
+        factors = _get_gradient_divide_factors(
+            shard_group, replica_group, reduce_dtype, group.device.type,
+            group.gradient_divide_factor, group.force_sum_reduction_for_comms,
+        )  # fmt: skip
+        job = functools.partial(
+            self._reduce, item, [flat], shard_group, replica_group, factors
+        )
+        self._account.add(Kind.COMM, flat.nbytes)
+        item.transfer = self._lane.submit(
+            job, transfer="reduce", unit=group_name(group, self._names), nbytes=flat.nbytes * (world - 1) // world
+        )
+        self._pending.append(item)
+
+    def _reduce(  # on the lane's thread
+        self,
+        item: _Reduction,
+        box: list[torch.Tensor],
+        shard_group: dist.ProcessGroup | None,
+        replica_group: dist.ProcessGroup | None,
+        factors: tuple,
+    ) -> None:
+        group, flat = item.group, box.pop()  # the closure must not keep the buffer: it is freed on return
+        before, after, shard_op, replica_op = factors
+        world = shard_group.size() if shard_group is not None else 1
+        with torch.no_grad():
+            if world > 1:
+                if before is not None and before != 1:
+                    flat.div_(before)
+                output = flat.new_empty(flat.numel() // world)
+                reduce_scatter_single(output, flat, op=shard_op, group=shard_group)
+            else:
+                output = flat if group.gradient_divide_factor is None else flat / group.gradient_divide_factor
+            self._account.remove(Kind.COMM, flat.nbytes)
+            del flat
+            if replica_group is not None:
+                if (partial := self._partial.pop(group, None)) is not None:
+                    output.add_(partial)
+                if not item.complete:
+                    self._partial[group] = output
+                    return
+                dist.all_reduce(output, op=replica_op, group=replica_group)
+            if group._all_reduce_hook is not None:
+                group._all_reduce_hook(output)
+            if after is not None and after != 1 and (world > 1 or replica_group is not None):
+                output.div_(after)
+            item.output = output.to(group._orig_dtype)
+
+    def _finish_oldest(self) -> None:
+        item = self._pending[0]
+        item.transfer.wait()
+        self._pending.popleft()
+        if not item.complete:
+            return
+        output, item.output = item.output, None
+        offset = 0
+        for i, (param, size) in enumerate(zip(item.params, item.padded_sizes, strict=True)):
+            shard = torch.as_strided(output, param.sharded_size, param.contiguous_sharded_stride, offset)
+            if item.present[i]:
+                _accumulate(param, shard)
+            else:
+                item.deferred[i] = shard
+            offset += size.numel() // _shard_count(item.group)
+        self._undecided.append(item)
+
+    def finish(self) -> None:
+        """Wait for every reduction and put its gradient in place. Runs on the training thread."""
+        # Queued behind the reductions, so that its latency hides behind theirs.
+        exchanges = self._exchange_presence([*self._undecided, *(i for i in self._pending if i.complete)])
+        while self._pending:
+            self._finish_oldest()
+        self._undecided.clear()
+        for items, counts, transfer in exchanges:
+            transfer.wait()
+            used = iter(counts.tolist())
+            for item in items:
+                anywhere = [next(used) > 0 for _ in item.params]
+                for i, shard in item.deferred.items():
+                    if anywhere[i]:
+                        _accumulate(item.params[i], shard)
+
+    def _exchange_presence(self, items: list[_Reduction]) -> list[tuple[list[_Reduction], torch.Tensor, Transfer]]:
+        """Count, for every parameter, the ranks that had a gradient; one exchange for each set of process groups."""
+        by_groups: dict[tuple[dist.ProcessGroup, ...], list[_Reduction]] = {}
+        for item in items:
+            by_groups.setdefault(self._peers(item.group), []).append(item)
+        exchanges = []
+        for groups, same in by_groups.items():
+            counts = torch.tensor([flag for item in same for flag in item.present], dtype=torch.int32)
+            job = functools.partial(_all_reduce_over, counts, groups)
+            transfer = self._lane.submit(job, transfer="presence", unit="all", nbytes=counts.nbytes)
+            exchanges.append((same, counts, transfer))
+        return exchanges
+
+    def _peers(self, group: FSDPParamGroup) -> tuple[dist.ProcessGroup, ...]:
+        """The groups whose ranks together share this unit's gradient."""
+        peers = []
+        if isinstance(group.mesh_info, FSDPMeshInfo):
+            peers.append(self._groups.twin(group._reduce_scatter_process_group))
+        if isinstance(group.mesh_info, DDPMeshInfo):
+            peers.append(self._groups.twin(group._all_reduce_process_group))
+        return tuple(peers)
+
+    def _end_of_backward(self, state: FSDPState, original) -> None:  # noqa: ANN001 - a bound method
+        original()
+        if not self._held:
+            self.finish()
+
+    def abort(self) -> None:
+        """Drop every reduction in flight. The lane must be at rest or failing; partial sums are dropped too."""
+        self._pending.clear()
+        self._undecided.clear()
+        self._partial.clear()
+        self._partial_present.clear()
+
+
+def _all_reduce_over(counts: torch.Tensor, groups: tuple[dist.ProcessGroup, ...]) -> None:
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(counts, group=group)
+
+
+def _take_gradients(
+    group: FSDPParamGroup, used: bool
+) -> tuple[list[FSDPParam], list[torch.Tensor], list[bool]]:
+    """Move a group's whole gradients out of its parameters; zeros where there is none, if there is any at all.
+
+    Returns nothing when the group took no part in this backward.
+    """
+    params, gradients, present = [], [], []
+    for param in trainable(group):
+        if not hasattr(param, "_unsharded_param"):
+            return [], [], []  # never gathered: its forward did not run
+        whole = param._unsharded_param
+        if param.unsharded_accumulated_grad is not None:
+            gradient = param.unsharded_accumulated_grad_data
+            param.unsharded_accumulated_grad = None
+        elif whole.grad is not None:
+            gradient = param.unsharded_grad_data
+            whole.grad = None
+        else:
+            gradient = None
+        params.append(param)
+        gradients.append(gradient)
+        present.append(gradient is not None)
+    if not (used or any(present)):
+        return [], [], []
+    dtype = next((g.dtype for g in gradients if g is not None), None)
+    for i, (param, gradient) in enumerate(zip(params, gradients, strict=True)):
+        if gradient is None:
+            zeros = torch.zeros_like(param._unsharded_param, requires_grad=False)  # shape and dtype, not data
+            gradients[i] = local_tensor(zeros if dtype is None else zeros.to(dtype))
+    return params, gradients, present
+
+
+def _lay_out_by_shard(params: list[FSDPParam], gradients: list[torch.Tensor], world: int) -> None:
+    """Put the parts for one rank behind each other where a parameter is sharded on another dim than 0."""
+    for i, param in enumerate(params):
+        dim = param.fsdp_placement.dim
+        if dim != 0 and world > 1:
+            gradients[i] = torch.cat(torch.chunk(gradients[i], world, dim=dim), dim=0)
+
+
+def _shard_count(group: FSDPParamGroup) -> int:
+    return group.mesh_info.shard_mesh_size if isinstance(group.mesh_info, FSDPMeshInfo) else 1
+
+
+@torch.no_grad()
+def _accumulate(param: FSDPParam, shard: torch.Tensor) -> None:
+    """Set or add a sharded gradient, then run the parameter's post-accumulate hooks: the data is there."""
+    sharded = param.sharded_param
+    if sharded.grad is None:
+        sharded.grad = param.to_sharded_dtensor(shard)
+    else:
+        local_tensor(sharded.grad).add_(shard)
+    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None) or {}  # what register_post_accumulate_grad_hook fills
+    for hook in list(hooks.values()):
+        hook(sharded)
+
+
+class FsdpLanes:
+    """Both lanes of one sharded model.
+
+    Args:
+        model: model after ``fully_shard``, on CPU, before its first forward.
+        prefetch: units gathered ahead.
+        reduce_buffers: most reductions in flight.
+        timeout_s: longest wait.
+        trace: keep spans.
+        account: where communication buffers are booked.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        prefetch: int,
+        reduce_buffers: int,
+        timeout_s: float,
+        trace: bool = False,
+        account: Account | None = None,
+    ) -> None:
+        self._model = model
+        capacity = reduce_buffers + 2  # the presence exchange, and one spare: the reducer itself bounds the buffers
+        self.gather = Lane("gather", capacity=prefetch + 3, timeout_s=timeout_s, record_spans=trace)
+        self.reduce = Lane("reduce", capacity=capacity, timeout_s=timeout_s, record_spans=trace)
+        self.reducer = GradientReducer(model, self.reduce, buffers=reduce_buffers, account=account)
+        self._gather_groups = LaneGroups()
+        names = {module: name for name, module in model.named_modules()}
+        for state in fsdp_states(model):
+            for group in state_groups(state):
+                if isinstance(group.mesh_info, FSDPMeshInfo):
+                    self._gather_groups.twin(group.mesh_info.shard_process_group)
+                if isinstance(group.post_forward_mesh_info, FSDPMeshInfo):
+                    self._gather_groups.twin(group.post_forward_mesh_info.shard_process_group)
+                group._all_gather_comm = LaneAllGather(group_name(group, names), self.gather, self._gather_groups)
+        for module in model.modules():
+            if hasattr(module, "set_modules_to_forward_prefetch"):
+                set_unshard_async(module, True)
+        self.reducer.install()
+
+    def rest(self) -> None:
+        """Wait until neither lane works; errors of aborted transfers are dropped. Used before a reset."""
+        for lane in (self.gather, self.reduce):
+            try:
+                lane.drain()
+            except MemwallError:
+                lane.reset()
+        self.reducer.abort()
+
+    def close(self) -> None:
+        """End threads and process groups; the model is plain FSDP2 again."""
+        for lane in (self.gather, self.reduce):
+            lane.close()
+        self.reducer.uninstall()
+        self._gather_groups.close()
