@@ -51,10 +51,12 @@ FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "accel
 PUBLIC_UNDERSCORES = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe"}
 """Documented names that begin with an underscore, of namedtuple, os and sys."""
 
+_STRATEGIES = ("strategy", "parallel", "model_parallel")
+
 BASES = tuple(
-    f"{half}/{path}.py"
+    f"{half}/{file}.py"
     for half in ("pytorch", "fabric")
-    for path in ("strategies/strategy", "strategies/parallel", "strategies/model_parallel", "plugins/precision/precision")
+    for file in (*(f"strategies/{name}" for name in _STRATEGIES), "plugins/precision/precision")
 )
 """Lightning's files whose classes memwall's front end extends."""
 
@@ -302,8 +304,7 @@ def test_a_private_name_is_found(source):
 
 
 def test_own_private_names_are_let_be():
-    source = "class A:\n    def __init__(self):\n        self._x = 1\n    def _f(self):\n        return self._x, self._f()"
-    tree = ast.parse(source)
+    tree = ast.parse("class A:\n    def _f(self):\n        self._x = 1\n        return self._x, self._f()")
     assert private_faults("runtime.x", tree, _defined(tree)) == []
 
 
