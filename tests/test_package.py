@@ -199,7 +199,8 @@ def test_make_says_which_python_it_needs(tmp_path, there, says):
     if there:
         python.write_text('#!/bin/sh\n[ "$1" = -V ] && echo Python 3.9.2 && exit 0\nexit 1\n')
         python.chmod(0o755)
-    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
     shown = _run("make", f"PYTHON={python}", "demo", cwd=tmp_path, fails=True)
     assert says in shown
     assert str(python) in shown
