@@ -77,13 +77,19 @@ def test_the_strategy_is_imported_only_when_built_and_gets_namespace_and_options
     assert build(replicate=2).seen == ("made_up", {"replicate": 2})
 
 
-def test_installing_twice_changes_nothing(trainer):
+def test_installing_twice_changes_nothing(trainer, caplog):
     autoload.install()
     autoload.install()
     entry = _registry()["memwall"]
     autoload.install()
     assert sys.meta_path.count(autoload._FINDER) == 1
     assert _registry()["memwall"] is entry
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("name", "entry"), autoload.REGISTRIES.items())
+def test_each_lightning_gets_a_strategy_of_its_own_namespace(name, entry):
+    assert name.startswith(f"{entry.namespace}.")
 
 
 def test_a_registry_that_is_imported_already_is_filled(trainer):
