@@ -33,8 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lightning": BELOW_FRONT_ENDS,
     "accelerate": BELOW_FRONT_ENDS,
     "callbacks": {*BELOW_FRONT_ENDS, "lightning"},
-    "cli": {*BELOW_FRONT_ENDS, "lightning"},
-    "recipes": {*BELOW_FRONT_ENDS - {"engine"}, "", "lightning", "accelerate", "callbacks", "cli"},
+    "recipes": {*BELOW_FRONT_ENDS - {"engine"}, "", "lightning", "accelerate", "callbacks"},
+    "cli": {*BELOW_FRONT_ENDS, "", "lightning", "recipes"},
     "conf": set(),
 }
 """Layer -> the other layers that it may import; each may import itself. ``""`` is ``memwall_strategy`` itself."""
@@ -181,18 +181,25 @@ def _root(node: ast.AST) -> str:
 
 
 def _defined(tree: ast.Module) -> set[str]:
-    """Private names that a module makes itself: functions, classes, module and class variables, its own ``self._x``."""
-    names = set()
+    """Private names that a module makes itself: functions, classes, module and class variables, its own ``self._x``.
+
+    A factory may set them from outside (``made._x = 1``): they count when the module's own classes use them too.
+    """
+    names, of_self, set_from_outside = set(), set(), set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _root(node) in ("self", "cls"):
-            names.add(node.attr)
+        elif isinstance(node, ast.Attribute):
+            direct = isinstance(node.value, ast.Name)
+            if direct and node.value.id in ("self", "cls"):
+                (names if isinstance(node.ctx, ast.Store) else of_self).add(node.attr)
+            elif direct and isinstance(node.ctx, ast.Store):
+                set_from_outside.add(node.attr)
         elif isinstance(node, ast.alias):
             names.add(node.asname or node.name)
-    return {name for name in names if _is_private(name)}
+    return {name for name in names | (of_self & set_from_outside) if _is_private(name)}
 
 
 def _lightning_private() -> set[str]:
@@ -204,14 +211,14 @@ def _lightning_private() -> set[str]:
     for path in BASES:
         tree = ast.parse((folder / path).read_text())
         names |= {name for name, root, _ in _attributes(tree) if root in ("self", "cls") and _is_private(name)}
-        names |= {
-            method.name
-            for owner in ast.walk(tree)
-            if isinstance(owner, ast.ClassDef)
-            for method in owner.body
-            if isinstance(method, ast.FunctionDef) and _is_private(method.name)
-        }
+        names |= {method.name for method in _methods(tree) if _is_private(method.name)}
     return names
+
+
+def _methods(tree: ast.Module) -> Iterator[ast.FunctionDef]:
+    for owner in ast.walk(tree):
+        if isinstance(owner, ast.ClassDef):
+            yield from (node for node in owner.body if isinstance(node, ast.FunctionDef))
 
 
 def base_faults(name: str, tree: ast.Module, bases: set[str]) -> list[str]:
@@ -222,8 +229,8 @@ def base_faults(name: str, tree: ast.Module, bases: set[str]) -> list[str]:
         if root in ("self", "cls") and attribute in bases
     ] + [
         f"{name}:{node.lineno} overrides {node.name}, a private name of the Lightning class it extends"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name in bases
+        for node in _methods(tree)
+        if node.name in bases
     ]
 
 
@@ -303,11 +310,29 @@ def test_a_private_name_is_found(source):
     assert private_faults("runtime.x", ast.parse(source), set())
 
 
-def test_own_private_names_are_let_be():
-    tree = ast.parse("class A:\n    def _f(self):\n        self._x = 1\n        return self._x, self._f()")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class A:\n    def _f(self):\n        self._x = 1\n        return self._x, self._f()",
+        "class A:\n    def f(self):\n        return self._x\ndef make():\n    a = A()\n    a._x = 1",
+        "import os\nos._exit(1)",
+    ],
+)
+def test_own_private_names_are_let_be(source):
+    tree = ast.parse(source)
     assert private_faults("runtime.x", tree, _defined(tree)) == []
 
 
-def test_a_private_name_of_a_base_class_is_found():
-    source = "class S(Base):\n    def setup(self):\n        self._device_mesh = 1"
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class S(Base):\n    def setup(self):\n        self._device_mesh = 1",
+        "class S(Base):\n    def _device_mesh(self):\n        return 1",
+    ],
+)
+def test_a_private_name_of_a_base_class_is_found(source):
     assert base_faults("lightning.strategy", ast.parse(source), {"_device_mesh"})
+
+
+def test_a_function_beside_the_class_may_have_that_name():
+    assert base_faults("lightning.strategy", ast.parse("def _device_mesh():\n    return 1"), {"_device_mesh"}) == []
