@@ -1,0 +1,71 @@
+"""How much memory one rank may count on.
+
+On CPU: the smallest of the machine's memory and of every limit that a control group puts on this process (version 2 or
+1, this group and all above it), shared evenly among the ranks of the machine (``LOCAL_WORLD_SIZE``, which every
+launcher sets). On CUDA: the card's total memory. What other processes hold is not subtracted.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+
+import torch
+
+from memwall_strategy.core.errors import ConfigError
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+PROC_CGROUP = Path("/proc/self/cgroup")
+
+
+def available_device_bytes(device: torch.device | str = "cpu") -> int:
+    """Bytes that one rank may count on.
+
+    Args:
+        device: ``cpu`` or ``cuda``, with or without an index.
+
+    Raises:
+        ConfigError: another type of device.
+    """
+    device = torch.device(device)
+    match device.type:
+        case "cpu":
+            return _machine_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        case "cuda":
+            return torch.cuda.get_device_properties(device).total_memory
+        case other:
+            raise ConfigError(f"memwall knows the memory of cpu and cuda, not of device {other!r}. Use one of these.")
+
+
+def _machine_bytes() -> int:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *cgroup_limits()])
+
+
+def cgroup_limits(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[int]:
+    """Every memory limit in force on this process, in bytes; empty where there is none.
+
+    Args:
+        proc: the process's list of groups: one ``hierarchy:controllers:path`` a line.
+        root: where the hierarchies are mounted.
+    """
+    if not proc.exists():
+        return []
+    limits = []
+    for line in proc.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, name = root, "memory.max"  # version 2: one hierarchy
+            if not (root / "cgroup.controllers").exists():
+                base = root / "unified"
+        elif "memory" in controllers.split(","):
+            base, name = root / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # A container may see its own group at the mount's root while the path names it from outside: the root is
+        # always looked at, and folders that are not there are passed over.
+        for part in (PurePosixPath(path), *PurePosixPath(path).parents):
+            file = base / str(part).lstrip("/") / name
+            if file.is_file() and (text := file.read_text().strip()) != "max":
+                limits.append(int(text))
+    return limits

@@ -1,0 +1,258 @@
+"""Counting what FSDP2 allocates in a step: gathered weights, flat buffers, whole and sharded gradients.
+
+Five methods of each ``FSDPParamGroup`` are wrapped on the instance; each is called once a gather or reduction, so the
+cost is a few microseconds a unit:
+
+- ``unshard``: allocates the flat buffer that the gather fills; tracked until it is freed, whatever comm made it;
+- ``_to_unsharded``: the gathered weights have storage, the flat buffer still lives;
+- ``_to_sharded``, ``_to_sharded_post_forward``: the storages of the gathered weights were resized to nothing (FSDP2
+  keeps the tensors, so no reference dies: this is read from the storages' sizes);
+- ``post_backward``: at its entry whole gradients are complete, at its exit the sharded ones may be there.
+
+FSDP2's own reduce-scatter comm is asked for its buffers through ``allocate``, wrapped on its instance; memwall's lanes
+book theirs themselves.
+
+Relied on: autograd's nodes and the hooks of the module look these methods up on the instance; the attributes
+``_all_gather_result.all_gather_output``, ``all_gather_outputs``, ``_unsharded_inner_tensors``, ``_unsharded_param``,
+``unsharded_accumulated_grad``, ``_sharded_post_forward_param_data``, ``_partial_reduce_output``, ``param_dtype``,
+``_orig_dtype``, ``_reduce_scatter_comm``. ``tests/engine/test_memory.py`` fails when one of them changes.
+
+Not seen: temporaries of parameters sharded on another dim than 0, zeros that stand in for missing gradients, the
+quotient where one rank divides its gradients by a factor, and one parameter's conversion of an unreduced gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memwall_strategy.core.block import Kind
+from memwall_strategy.engine.fsdp import FSDPParam, FSDPParamGroup, TrainingState, fsdp_groups
+from memwall_strategy.engine.storages import Book
+
+
+class _Wrap:
+    """One method replaced on one instance, and the way back."""
+
+    def __init__(self, owner: object, name: str, outer: Callable[..., Any]) -> None:
+        self._owner, self._name, self._outer = owner, name, outer
+        self._before = vars(owner).get(name)  # somebody else's replacement, or nothing: then the class's own shows
+        setattr(owner, name, outer)
+
+    def remove(self) -> None:
+        if vars(self._owner).get(self._name) is not self._outer:
+            return  # wrapped again, or removed, by somebody else since: the outer function only passes calls on
+        if self._before is None:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._before)
+
+
+class GroupCounter:
+    """Counts one parameter group in a book.
+
+    Args:
+        group: of the sharded model.
+        book: where to count.
+        refresh: called before a gather's bytes are booked in backward: other groups' gradients may have grown.
+        gathered_ids: where the ids of the storages of gathered weights are put; FSDP2 keeps these for good.
+    """
+
+    def __init__(self, group: FSDPParamGroup, book: Book, refresh: Callable[[], None], gathered_ids: set[int]) -> None:
+        self.group, self._book, self._refresh, self._gathered_ids = group, book, refresh, gathered_ids
+        self._gathered_bytes = 0
+        self._active = True
+        self._last_output: tuple[Any, int, torch.dtype] | None = None
+        self._wraps = [
+            self._wrap(group, "unshard", self._unshard),
+            self._wrap(group, "_to_unsharded", self._to_unsharded),
+            self._wrap(group, "_to_sharded", self._to_sharded),
+            self._wrap(group, "_to_sharded_post_forward", self._to_sharded),
+            self._wrap(group, "post_backward", self._post_backward),
+        ]
+        self._measure_gathered()
+
+    def remove(self) -> None:
+        """Give the group its methods back, and forget its gathered weights."""
+        self._active = False
+        self._book.remove(Kind.GATHERED, self._gathered_bytes)
+        self._gathered_bytes = 0
+        for wrap in reversed(self._wraps):
+            wrap.remove()
+        self._wraps.clear()
+
+    def _wrap(self, owner: object, name: str, around: Callable[..., Any]) -> _Wrap:
+        inner = getattr(owner, name)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            return around(inner, *args, **kwargs) if self._active else inner(*args, **kwargs)
+
+        return _Wrap(owner, name, outer)
+
+    # -- what the group holds --
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the group's weights are whole at the moment."""
+        return self._gathered_bytes > 0
+
+    def sharded_data(self) -> Iterator[torch.Tensor]:
+        """This rank's pieces, padding included."""
+        for param in self.group.fsdp_params:
+            yield param._sharded_param_data
+
+    def managed(self) -> Iterator[nn.Parameter]:
+        """Every parameter object that the group may have put on its modules."""
+        for param in self.group.fsdp_params:
+            for name in ("sharded_param", "_unsharded_param", "_sharded_post_forward_param"):
+                if (found := getattr(param, name, None)) is not None:
+                    yield found
+
+    def track_whole_gradients(self) -> None:
+        """Look at the gradients that backward accumulated on the gathered weights."""
+        for param in self.group.fsdp_params:
+            whole = getattr(param, "_unsharded_param", None)
+            if whole is not None and whole.grad is not None:
+                self._book.track(whole.grad, Kind.GRAD)
+
+    def track_gradients(self) -> None:
+        """Look at every gradient that the group has, whole and sharded."""
+        book = self._book
+        self.track_whole_gradients()
+        for param in self.group.fsdp_params:
+            if param.unsharded_accumulated_grad is not None:
+                book.track(param.unsharded_accumulated_grad, Kind.GRAD)
+            if (gradient := param.sharded_param.grad) is not None:
+                book.track(gradient, Kind.GRAD)
+        if self.group._partial_reduce_output is not None:
+            book.track(self.group._partial_reduce_output, Kind.GRAD)
+
+    def _measure_gathered(self) -> None:
+        nbytes = 0
+        for param in self.group.fsdp_params:
+            for tensor in _gathered_tensors(param):
+                storage = tensor.untyped_storage()
+                nbytes += storage.nbytes()
+                self._gathered_ids.add(id(storage))
+        if change := nbytes - self._gathered_bytes:
+            (self._book.add if change > 0 else self._book.remove)(Kind.GATHERED, abs(change))
+            self._gathered_bytes = nbytes
+
+    # -- around FSDP2's methods --
+
+    def _unshard(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        before = self.group._all_gather_result
+        inner(*args, **kwargs)
+        result = self.group._all_gather_result
+        if result is None or result is before:
+            return
+        self._book.track(result.all_gather_output, Kind.COMM)
+        if result.all_gather_output.numel() and (cast := sum(s for _, s in self._casts())):
+            self._book.brief({Kind.COMM: cast})  # the copies in the dtype of the compute lived until just now
+
+    def _to_unsharded(self, inner: Callable[..., Any]) -> None:
+        if self.group._training_state != TrainingState.FORWARD:
+            self._refresh()
+        inner()
+        if not self._gathered_bytes:
+            self._measure_gathered()
+            if (
+                self.group._all_gather_result is not None
+                and not self.group._all_gather_result.all_gather_output.numel()
+            ):
+                self._brief_single_rank_cast()
+
+    def _to_sharded(self, inner: Callable[..., Any]) -> None:
+        inner()
+        if self._gathered_bytes:
+            self._measure_gathered()
+
+    def _post_backward(self, inner: Callable[..., Any], *args: Any) -> None:
+        self._refresh()
+        if not self.is_gathered:
+            self.track_whole_gradients()
+        self._watch_reduce_comm()
+        self._last_output = None
+        adds = any(param.sharded_param.grad is not None for param in self.group.fsdp_params)
+        inner(*args)
+        self.track_gradients()
+        self._brief_reduction_cast(adds)
+
+    # -- buffers --
+
+    def _watch_reduce_comm(self) -> None:
+        comm = self.group._reduce_scatter_comm
+        # Others' comms book their own buffers. A comm that was set since the last backward is met here.
+        if not type(comm).__module__.startswith("torch.") or "allocate" in vars(comm):
+            return
+
+        def allocate(inner: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+            buffer = inner(*args, **kwargs)
+            ref = self._book.track(buffer, Kind.COMM)
+            self._last_output = (ref, buffer.nbytes, buffer.dtype)  # the second of two is the output
+            return buffer
+
+        self._wraps.append(self._wrap(comm, "allocate", allocate))
+
+    def _brief_reduction_cast(self, adds: bool) -> None:
+        """Book that the reduction's output lived beside its conversion, if it was converted and is gone.
+
+        Args:
+            adds: the conversion was added to a gradient that was there, so it is gone too.
+        """
+        wanted = self.group._orig_dtype
+        if self._last_output is None or wanted is None:
+            return
+        ref, nbytes, dtype = self._last_output
+        if dtype == wanted or ref is None or ref() is not None:
+            return
+        converted = nbytes // dtype.itemsize * wanted.itemsize if adds else 0
+        self._book.brief({Kind.COMM: nbytes, Kind.GRAD: converted})
+
+    def _casts(self) -> list[tuple[int, int]]:
+        """Per parameter: bytes of this rank's piece as gathered, and of its converted copy (0 where none is made)."""
+        sizes = []
+        for param in self.group.fsdp_params:
+            dtype = param.param_dtype or param.sharded_param.dtype
+            nbytes = param.padded_sharded_param_size.numel() * dtype.itemsize
+            sizes.append((nbytes, nbytes if param.param_dtype is not None else 0))
+        return sizes
+
+    def _brief_single_rank_cast(self) -> None:
+        """On one rank each parameter is converted, then copied; a copy is dropped when the next one is made."""
+        copied = previous = highest = 0
+        for gathered, cast in self._casts():
+            highest = max(highest, copied + previous + cast, copied + gathered + cast)
+            copied, previous = copied + gathered, cast
+        if highest > self._gathered_bytes:
+            self._book.brief({Kind.COMM: highest - self._gathered_bytes})
+
+
+class ModelCounter:
+    """Counts every parameter group of a model."""
+
+    def __init__(self, model: nn.Module, book: Book) -> None:
+        self.gathered_ids: set[int] = set()
+        """Ids of the storages of gathered weights."""
+        self.groups = [GroupCounter(group, book, self._refresh, self.gathered_ids) for group in fsdp_groups(model)]
+
+    def _refresh(self) -> None:
+        for group in self.groups:
+            if group.is_gathered:
+                group.track_whole_gradients()
+
+    def remove(self) -> None:
+        """Give all groups their methods back."""
+        for group in self.groups:
+            group.remove()
+
+
+def _gathered_tensors(param: FSDPParam) -> Iterator[torch.Tensor]:
+    yield from param.all_gather_outputs
+    yield from param._unsharded_inner_tensors
+    piece = getattr(param, "_sharded_post_forward_param_data", None)  # set by the first such reshard
+    if piece is not None:
+        yield piece
