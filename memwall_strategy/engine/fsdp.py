@@ -81,6 +81,14 @@ def fsdp_roots(model: nn.Module) -> list[nn.Module]:
     return roots
 
 
+def init_root(module: nn.Module) -> None:
+    """Make ``module`` the root of its iteration state now instead of at its first forward.
+
+    A hook may run a child before the first step; FSDP2 would take that child for the root (private: ``_lazy_init``).
+    """
+    fsdp_state(module)._lazy_init()
+
+
 def set_unshard_async(module: nn.Module, enabled: bool) -> None:
     """Gather with ``async_op=True`` so that a custom all-gather may return before the data is there."""
     for group in state_groups(fsdp_state(module)):

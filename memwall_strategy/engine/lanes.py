@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,19 +63,17 @@ from memwall_strategy.engine.fsdp import (
 
 
 class Account(Protocol):
-    """Where buffers are booked while they live (``engine.memory.MemoryAccount``)."""
+    """Where buffers are counted while they live (``engine.memory.MemoryAccount``)."""
 
-    def add(self, kind: str, nbytes: int) -> None: ...
-
-    def remove(self, kind: str, nbytes: int) -> None: ...
+    def track(self, tensor: torch.Tensor, kind: str) -> None: ...
 
 
 class _NoAccount:
-    def add(self, kind: str, nbytes: int) -> None:
+    def track(self, tensor: torch.Tensor, kind: str) -> None:
         return None
 
-    def remove(self, kind: str, nbytes: int) -> None:
-        return None
+
+_Free = dict[tuple[int, ...], list[dist.ProcessGroup]]
 
 
 class LaneGroups:
@@ -86,7 +84,7 @@ class LaneGroups:
     with the default group.
     """
 
-    _free: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]] = WeakKeyDictionary()
+    _free: ClassVar[WeakKeyDictionary[dist.ProcessGroup, _Free]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._twins: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -131,7 +129,7 @@ class LaneAllGather(AllGather):
     def __init__(self, unit: str, lane: Lane, groups: LaneGroups) -> None:
         self._unit, self._lane, self._groups = unit, lane, groups
 
-    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ANN001
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -260,8 +258,8 @@ class GradientReducer:
         dtypes = {gradient.dtype for gradient in gradients}
         if len(dtypes) != 1:
             raise MemwallError(
-                f"gradients of unit {group_name(group, self._names)!r} have several dtypes: {sorted(map(str, dtypes))}. "
-                "Put modules of another dtype into units of their own (unit_classes)."
+                f"gradients of unit {group_name(group, self._names)!r} have several dtypes: "
+                f"{sorted(map(str, dtypes))}. Put modules of another dtype into units of their own (unit_classes)."
             )
         reduce_dtype = group._reduce_dtype or dtypes.pop()
         _lay_out_by_shard(params, gradients, world)
@@ -279,10 +277,8 @@ class GradientReducer:
             shard_group, replica_group, reduce_dtype, group.device.type,
             group.gradient_divide_factor, group.force_sum_reduction_for_comms,
         )  # fmt: skip
-        job = functools.partial(
-            self._reduce, item, [flat], shard_group, replica_group, factors
-        )
-        self._account.add(Kind.COMM, flat.nbytes)
+        job = functools.partial(self._reduce, item, [flat], shard_group, replica_group, factors)
+        self._account.track(flat, Kind.COMM)
         item.transfer = self._lane.submit(
             job, transfer="reduce", unit=group_name(group, self._names), nbytes=flat.nbytes * (world - 1) // world
         )
@@ -307,7 +303,7 @@ class GradientReducer:
                 reduce_scatter_single(output, flat, op=shard_op, group=shard_group)
             else:
                 output = flat if group.gradient_divide_factor is None else flat / group.gradient_divide_factor
-            self._account.remove(Kind.COMM, flat.nbytes)
+                self._account.track(output, Kind.COMM)
             del flat
             if replica_group is not None:
                 if (partial := self._partial.pop(group, None)) is not None:
@@ -377,7 +373,7 @@ class GradientReducer:
             peers.append(self._groups.twin(group._all_reduce_process_group))
         return tuple(peers)
 
-    def _end_of_backward(self, state: FSDPState, original) -> None:  # noqa: ANN001 - a bound method
+    def _end_of_backward(self, state: FSDPState, original) -> None:
         original()
         if not self._held:
             self.finish()
@@ -396,9 +392,7 @@ def _all_reduce_over(counts: torch.Tensor, groups: tuple[dist.ProcessGroup, ...]
             dist.all_reduce(counts, group=group)
 
 
-def _take_gradients(
-    group: FSDPParamGroup, used: bool
-) -> tuple[list[FSDPParam], list[torch.Tensor], list[bool]]:
+def _take_gradients(group: FSDPParamGroup, used: bool) -> tuple[list[FSDPParam], list[torch.Tensor], list[bool]]:
     """Move a group's whole gradients out of its parameters; zeros where there is none, if there is any at all.
 
     Returns nothing when the group took no part in this backward.

@@ -67,7 +67,10 @@ def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy:
 def statistics_policy(precision: str) -> MixedPrecisionPolicy:
     """Policy of a module with running statistics: fp32 inside, the compute dtype outside."""
     return MixedPrecisionPolicy(
-        param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=_COMPUTE[precision], cast_forward_inputs=True
+        param_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        output_dtype=_COMPUTE[precision],
+        cast_forward_inputs=True,
     )
 
 

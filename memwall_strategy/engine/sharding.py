@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.core.unit import Unit
-from memwall_strategy.engine.fsdp import fsdp_groups, fsdp_roots, group_name, trainable
+from memwall_strategy.engine.fsdp import fsdp_groups, fsdp_roots, group_name, init_root, trainable
 from memwall_strategy.engine.precision import (
     convert_weights,
     keeps_statistics,
@@ -77,13 +77,14 @@ def shard_model(
     plan = plan_sharding(model, unit_classes=unit_classes, split=split, low_precision=policy.param_dtype is not None)
     if not plan.units and len(plan.roots) == 1:
         warnings.warn(
-            f"{type(model).__name__} has no repeated block: its {plan.roots[0][0] or 'whole'} module is one unit and is "
+            f"{type(model).__name__} has no repeated block: {plan.roots[0][0] or 'the whole model'} is one unit and is "
             "gathered whole. Name the classes to shard with unit_classes=(...) to save memory.",
             stacklevel=2,
         )
     _check_meta(model)
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
     groups = {module for _, module in (*plan.apart, *plan.units, *plan.roots)}
+    roots = {module for _, module in plan.roots}
     seen: set[nn.Module] = set()
     moved: dict[nn.Parameter, nn.Parameter] = {}
 
@@ -98,13 +99,21 @@ def shard_model(
             _start_equal(module, groups - {module}, mesh)
             _convert_own(module, groups - {module}, precision)
             apart = policy.param_dtype is not None and keeps_statistics(module)
-            fully_shard(module, mesh=mesh, mp_policy=statistics_policy(precision) if apart else policy)
+            fully_shard(
+                module,
+                mesh=mesh,
+                mp_policy=statistics_policy(precision) if apart else policy,
+                # What a root holds stays gathered from forward to backward: the backward starts with it.
+                reshard_after_forward=False if module in roots else None,
+            )
 
     visit(model)
-    for name, module in plan.roots:
-        if name == "" and split:
-            for method in STEP_METHODS:
-                register_fsdp_forward_method(module, method)
+    if plan.crown:
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    if split and (plan.crown or model in roots):
+        for method in STEP_METHODS:
+            register_fsdp_forward_method(model, method)
+        init_root(model)
     return plan
 
 

@@ -23,13 +23,15 @@ class ShardPlan:
         units: (name, module) of each unit, in module order.
         apart: (name, module) of modules with groups of their own inside units: running statistics under low
             precision, or weights of another dtype than the rest of their unit.
-        roots: (name, module) of the modules whose forward starts and ends an iteration; a root holds what no unit
-            holds. ``""`` is the model itself.
+        roots: (name, module) of the modules that hold what no unit holds; ``""`` is the model itself.
+        crown: the model is a root without parameters over units and roots that it calls itself, so that they are
+            prefetched across each other. Otherwise each root's forward starts and ends an iteration of its own.
     """
 
     units: tuple[tuple[str, nn.Module], ...]
     apart: tuple[tuple[str, nn.Module], ...]
     roots: tuple[tuple[str, nn.Module], ...]
+    crown: bool
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -65,9 +67,14 @@ def plan_sharding(model: nn.Module, *, unit_classes: tuple[str, ...], split: boo
         _check_classes(model, unit_classes, units)
     roots = _roots(model, split)
     root_modules = {module for _, module in roots}
-    units = [(name, module) for name, module in units if module not in root_modules]
+    loose = sum(1 for _, module in units if module in root_modules)  # units that no other root would call
+    crown = split and loose >= 2
+    if crown:
+        roots = [(name, module) for name, module in roots if all(module is not unit for _, unit in units)]
+    else:
+        units = [(name, module) for name, module in units if module not in root_modules]
     apart = _apart(model, [m for _, m in units] + [m for _, m in roots], low_precision)
-    return ShardPlan(tuple(units), tuple(apart), tuple(roots))
+    return ShardPlan(tuple(units), tuple(apart), tuple(roots), crown)
 
 
 def unit_class_names(model: nn.Module) -> tuple[str, ...]:

@@ -1,0 +1,39 @@
+"""A gradient scaler for sharded gradients: all ranks skip a step, or none does."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from memwall_strategy.engine.fsdp import local_tensor
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` that looks at each rank's shards and agrees on what it found.
+
+    Relies on the private ``GradScaler._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)`` returning one
+    ``found_inf`` per device, which ``step`` and ``update`` then read.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    local = local_tensor(parameter.grad)
+                    if local.dtype == torch.float16 and not allow_fp16:
+                        raise ValueError("Attempting to unscale FP16 gradients.")
+                    by_dtype.setdefault(local.dtype, []).append(local)
+        found = torch.zeros_like(found_inf)
+        with torch.no_grad():
+            for gradients in by_dtype.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inv_scale)
+            if dist.is_initialized():
+                dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return {found.device: found}

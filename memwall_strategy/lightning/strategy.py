@@ -1,0 +1,263 @@
+"""``Trainer(strategy="memwall")``: translates Lightning's life cycle into the runtime's.
+
+The strategy extends Lightning's ``ModelParallelStrategy`` (FSDP2). What it adds: a plain LightningModule needs no
+``configure_model``; data parallel over all ranks is the default; precision goes through FSDP2's policy; gradients are
+reduced no further than a micro-batch needs; checkpoints are whole or not there; data resumes where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from memwall_strategy.config import MemwallConfig, config_from
+from memwall_strategy.core.block import Phase
+from memwall_strategy.core.errors import ConfigError, MemwallError
+from memwall_strategy.engine.lightning_bridge import (
+    ModelParallelSeams,
+    choose_precision_by_strategy,
+    install_sigterm_agreement,
+    trainer_package,
+    trainer_package_of,
+    unwrap_optimizer,
+)
+from memwall_strategy.engine.sharding import is_sharded
+from memwall_strategy.engine.sync_norm import synchronize_batch_norms
+from memwall_strategy.lightning.checkpoints import CheckpointMethods
+from memwall_strategy.lightning.precision import precision_class
+from memwall_strategy.lightning.world import check_world, data_mesh, group_backend
+from memwall_strategy.runtime import Runtime
+
+_OUTSIDE_FORWARD = "mixed torch.Tensor and DTensor"
+"""What torch says when a sharded weight meets a plain tensor: a weight was used outside its module's forward."""
+
+
+class StrategyMethods(CheckpointMethods, ModelParallelSeams):
+    """Pooled, sharded, overlapped training; mixed into Lightning's strategy by ``strategy_class``.
+
+    Args:
+        config: everything at once; or the fields of ``MemwallConfig`` as keywords.
+        tensor_parallel_size: ranks that a model's own ``configure_model`` uses for tensor parallelism.
+        process_group_backend: ``gloo``, ``nccl``...; None: by device, and swappable where the config says so.
+        options: fields of ``MemwallConfig``.
+
+    Attributes:
+        runtime: the ``Runtime``, from set-up on; its metrics stay readable after training.
+
+    Raises:
+        ConfigError: an unknown option or a value that cannot be.
+    """
+
+    def __init__(
+        self,
+        config: MemwallConfig | None = None,
+        *,
+        tensor_parallel_size: int = 1,
+        process_group_backend: str | None = None,
+        **options: Any,
+    ) -> None:
+        if config is not None and options:
+            raise ConfigError(f"give either config= or single options, not both: {', '.join(sorted(options))}.")
+        self.config = config if config is not None else config_from(options)
+        self.runtime: Runtime | None = None
+        self._wanted_tensor_parallel = tensor_parallel_size
+        self._own_sharding = False
+        super().__init__(
+            save_distributed_checkpoint=self.config.checkpoint == "sharded",
+            process_group_backend=process_group_backend,
+            timeout=timedelta(seconds=self.config.timeout_s),
+        )
+
+    # -- before processes start --
+
+    def check_world(self, world: int) -> None:
+        """Options that the number of ranks rules out, found before any process starts."""
+        check_world(self.config, world, self.root_device, self._wanted_tensor_parallel)
+
+    def group_backend(self) -> str:
+        """gloo or NCCL, behind a swappable group where the config says so."""
+        return group_backend(self.config, self.root_device.type)
+
+    def setup_environment(self) -> None:
+        self.set_parallel_sizes()
+        super().setup_environment()
+
+    # -- set-up --
+
+    def setup(self, trainer: Any) -> None:
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        self._refuse_fsdp1(module)
+        fitting = trainer.state.fn == "fit"
+        given = is_sharded(module)
+        if given and not self._own_sharding and next((True for p in module.parameters() if p.is_meta), False):
+            module.to_empty(device=self.root_device)  # a user's configure_model on meta: weights come from a checkpoint
+        self.runtime = Runtime(self.config, mesh=self._data_mesh(), precision=self.precision_plugin.precision)
+        if not given and self.syncs_batch_norms():
+            synchronize_batch_norms(module, self.root_device.type)
+        if not given and fitting and not module.automatic_optimization:
+            self._refuse_root_parameters(module)
+        self.runtime.setup(module, split=True)
+        self._own_sharding = self._own_sharding or not given
+        self.model = module
+        self.model_to_device()
+        self.precision_plugin.attach(self.runtime)
+        self.barrier()
+        if fitting:
+            self.setup_optimizers(trainer)
+            self.runtime.add_optimizers(self.optimizers)
+            install_sigterm_agreement(trainer, lambda: self.save_on_sigterm(trainer))
+        self.setup_precision_plugin()
+        self.start_checkpoints()
+
+    def _data_mesh(self) -> DeviceMesh:
+        """The mesh to shard over: all ranks, or the data-parallel ones of a user's tensor parallelism."""
+        if self._wanted_tensor_parallel > 1:
+            return self.device_mesh["data_parallel"]
+        return data_mesh(self.config, self.root_device.type, self.world_size)
+
+    @staticmethod
+    def _refuse_fsdp1(module: nn.Module) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        if any(isinstance(m, FullyShardedDataParallel) for m in module.modules()):
+            raise ConfigError(
+                "the model holds torch's first FSDP (FullyShardedDataParallel). Take the wrapper out: memwall shards "
+                "plain modules itself, or keep fully_shard in configure_model."
+            )
+
+    @staticmethod
+    def _refuse_root_parameters(module: nn.Module) -> None:
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        if own:
+            raise ConfigError(
+                f"manual optimization with parameters directly on {type(module).__name__} ({', '.join(own)}): they "
+                "would be resharded after the first backward inside training_step. Move them into a child module."
+            )
+
+    # -- one micro-batch, one step --
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.runtime.begin_step()
+        with self.runtime.phase(Phase.FORWARD), _explain_outside_forward():
+            output = super().training_step(*args, **kwargs)
+        self.runtime.count(output)
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.runtime.phase(Phase.FORWARD), _explain_outside_forward():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.runtime.phase(Phase.FORWARD), _explain_outside_forward():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.runtime.phase(Phase.FORWARD), _explain_outside_forward():
+            return super().predict_step(*args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.runtime.begin_step()
+        with self.runtime.phase(Phase.BACKWARD):
+            return super().backward(closure_loss, *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Lightning wraps every micro-batch but the last of an accumulation in this."""
+        with self.runtime.micro_batch(last=False, observed=self._gradients_observed()):
+            yield
+
+    def _gradients_observed(self) -> bool:
+        """Whether anybody's hook may look at gradients after a backward that no optimizer step follows.
+
+        Lightning's own callbacks look at none.
+        """
+        trainer = self.lightning_module.trainer
+        package = trainer_package_of(trainer)
+        module_hooks = import_module(f"{package}.core.hooks").ModelHooks
+        callback_hooks = import_module(f"{package}.callbacks").Callback
+        known = (f"{package}.", "memwall_strategy.")
+        watchers = [(type(self.lightning_module), module_hooks)] + [
+            (type(callback), callback_hooks)
+            for callback in trainer.callbacks
+            if not f"{type(callback).__module__}.".startswith(known)
+        ]
+        return any(
+            getattr(watcher, hook) is not getattr(base, hook)
+            for watcher, base in watchers
+            for hook in ("on_after_backward", "on_train_batch_end", "on_train_batch_start")
+        )
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        self.runtime.begin_step()
+        with self.runtime.phase(Phase.STEP):
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.runtime.end_step()
+        return output
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the engine at rest, so that a notebook or a test may go on with the model."""
+        if self.runtime is not None and not isinstance(exception, (KeyboardInterrupt, SystemExit)):
+            self.runtime.abort_step(exception)
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        self.stop_checkpoints()
+        if self.runtime is not None:
+            self.runtime.close()
+        super().teardown()
+
+    def raw_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers without Lightning's wrappers."""
+        return [unwrap_optimizer(optimizer) for optimizer in self.optimizers]
+
+
+@contextmanager
+def _explain_outside_forward() -> Generator[None, None, None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if _OUTSIDE_FORWARD in str(error):
+            raise MemwallError(
+                "a sharded weight met a plain tensor: it was used outside its module's forward (a child's child called "
+                "directly, or module.weight read in training_step). Call the module itself, or name smaller units with "
+                "unit_classes=(...)."
+            ) from error
+        raise
+
+
+@cache
+def strategy_class(namespace: str) -> type:
+    """``MemwallStrategy`` for ``lightning`` or ``pytorch_lightning``; their base classes are not the same."""
+    package = trainer_package(namespace)
+    base = import_module(f"{package}.strategies.model_parallel").ModelParallelStrategy
+    methods = {"__doc__": StrategyMethods.__doc__, "__module__": __name__}
+    strategy = type("MemwallStrategy", (StrategyMethods, base), methods)
+    connector = f"{package}.trainer.connectors.accelerator_connector"
+    choose_precision_by_strategy(connector, "_precision_flag", strategy, partial(_precision, namespace))
+    return strategy
+
+
+def _precision(namespace: str, asked: Any, given: Any) -> Any:
+    """The plugin for what the user asked for.
+
+    Raises:
+        ConfigError: a plugin of another kind, which would autocast on top of FSDP2's policy.
+    """
+    ours = precision_class(namespace)
+    if given is None:
+        return ours(asked)
+    if isinstance(given, ours):
+        return given
+    raise ConfigError(
+        f"plugins={type(given).__name__}(...) cannot be used with memwall. Write precision='bf16-mixed' (or 32-true, "
+        "bf16-true, 16-mixed), or pass plugins=memwall_strategy.MemwallPrecision(...)."
+    )

@@ -1,0 +1,81 @@
+"""Time, tokens, operations and exposed communication of each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from memwall_strategy.core.lane import LaneStats
+from memwall_strategy.engine.flops import FlopCount, measured_peak_flops
+
+_COUNTED_STEP = 1
+"""The second step of a run is counted: the first one also builds what is built lazily."""
+
+
+class StepMeter:
+    """Figures of a rank's last step.
+
+    Args:
+        device, dtype: where and in what the arithmetic runs; the peak of MFU is measured there.
+        world: data-parallel ranks; tokens per second are those of this rank times ``world``.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, world: int) -> None:
+        self._device, self._dtype, self._world = device, dtype, world
+        self._countable = True
+        self._count: FlopCount | None = None
+        self._flops_per_step = 0
+        self._flops_tokens = 0
+        self._peak = 0.0
+        self._start_s = 0.0
+        self._tokens = 0
+
+    def look_at(self, model: nn.Module) -> None:
+        """Compiled modules hide their operations: MFU is then left out."""
+        self._countable = not any(hasattr(module, "_orig_mod") for module in model.modules())
+
+    def begin(self, step: int) -> None:
+        """Start the clock."""
+        self._tokens = 0
+        if step == _COUNTED_STEP and self._countable and not self._flops_per_step:
+            self._peak = measured_peak_flops(self._device, self._dtype)
+            self._count = FlopCount()
+            self._count.__enter__()
+        self._start_s = time.perf_counter()
+
+    def add_tokens(self, tokens: int) -> None:
+        """Tokens of one micro-batch of this rank."""
+        self._tokens += tokens
+
+    def end(self, lanes: Mapping[str, LaneStats]) -> dict[str, float]:
+        """Stop the clock and return the step's figures."""
+        step_s = time.perf_counter() - self._start_s
+        self._stop_counting()
+        exposed_s = sum(stats.exposed_s for stats in lanes.values())
+        figures = {"memwall/step_s": step_s}
+        if lanes:
+            figures["memwall/overlap/exposed_s"] = exposed_s
+            figures["memwall/overlap/exposed_fraction"] = exposed_s / step_s
+            for name, stats in lanes.items():
+                figures[f"memwall/overlap/lane_busy_s/{name}"] = stats.busy_s
+        if self._tokens:
+            figures["memwall/tokens_per_s"] = self._tokens * self._world / step_s
+        if self._flops_per_step:
+            share = self._tokens / self._flops_tokens if self._flops_tokens and self._tokens else 1.0
+            figures["memwall/mfu"] = self._flops_per_step * share / step_s / self._peak
+        return figures
+
+    def abort(self) -> None:
+        """The step broke: forget what was counted."""
+        if self._count is not None:
+            self._count.__exit__(None, None, None)
+            self._count = None
+
+    def _stop_counting(self) -> None:
+        if self._count is not None:
+            self._count.__exit__(None, None, None)
+            self._flops_per_step, self._flops_tokens = self._count.flops, self._tokens
+            self._count = None

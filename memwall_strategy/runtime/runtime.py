@@ -1,0 +1,361 @@
+"""The runtime that every front end drives.
+
+``Runtime.step`` is the whole of one optimizer step, in order; a plain training loop calls it. Trainers own their loop:
+the Lightning strategy and the others call the same few methods (``begin_step``, ``micro_batch``, ``gradients_ready``,
+``before_optimizer``, ``end_step``) from their hooks, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from memwall_strategy.config import MemwallConfig, parse_size
+from memwall_strategy.core.block import Phase
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.core.lane import Lane, Span
+from memwall_strategy.core.pillar import Pillar
+from memwall_strategy.core.unit import Unit
+from memwall_strategy.engine.clip import clip_grad_norm, clip_grad_value
+from memwall_strategy.engine.fsdp import fsdp_roots
+from memwall_strategy.engine.lanes import FsdpLanes
+from memwall_strategy.engine.memory import MemoryAccount, available_device_bytes
+from memwall_strategy.engine.precision import canonical_precision, compute_dtype
+from memwall_strategy.engine.reset import reset_aborted_step
+from memwall_strategy.engine.sharding import describe_units, is_sharded, set_prefetch, shard_model
+from memwall_strategy.runtime.meter import StepMeter
+
+
+class Runtime:
+    """One model on its way through training.
+
+    Args:
+        config: what is switched on.
+        mesh: the data-parallel mesh, from ``engine.sharding.data_parallel_mesh``.
+        precision: see ``engine.precision``.
+        pillars: in the order in which they act.
+
+    Attributes:
+        model: the sharded model, after ``setup``.
+        optimizers: after ``add_optimizers``.
+        units: what was sharded.
+        lanes: name -> Lane; empty where communication is the engine's own.
+        memory: the account of live bytes; None with ``pool.enabled=false``.
+        steps: optimizer steps that ended.
+    """
+
+    def __init__(
+        self,
+        config: MemwallConfig,
+        *,
+        mesh: DeviceMesh,
+        precision: str = "32-true",
+        pillars: Iterable[Pillar] = (),
+    ) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.precision = canonical_precision(precision)
+        self.pillars: list[Pillar] = list(pillars)
+        self.device = torch.device(
+            mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
+        )
+        self.model: nn.Module | None = None
+        self.optimizers: list[Optimizer] = []
+        self.units: tuple[Unit, ...] = ()
+        self.memory: MemoryAccount | None = None
+        self.budget_bytes: int | None = None
+        self.steps = 0
+        self._fsdp_lanes: FsdpLanes | None = None
+        self._roots: list[nn.Module] = []
+        self._meter = StepMeter(self.device, compute_dtype(self.precision), world=mesh.size())
+        self._in_step = False
+        self._trace: list[Span] = []
+        self._last: dict[str, float] = {}
+
+    # -- set-up --
+
+    def setup(self, model: nn.Module, *, split: bool = False) -> nn.Module:
+        """Shard ``model`` unless its owner did, start the lanes and the account; return it.
+
+        Args:
+            split: its ``forward`` is not what runs (a LightningModule); see ``engine.units.plan_sharding``.
+        """
+        if self.config.pool.enabled:
+            self.budget_bytes = device_budget_bytes(self.config, self.device)
+        if not is_sharded(model):
+            shard_model(model, self.mesh, precision=self.precision, unit_classes=self.config.unit_classes, split=split)
+        self.model = model
+        self.units = describe_units(model)
+        self._roots = fsdp_roots(model)
+        if self.config.pool.enabled:
+            self.memory = MemoryAccount(self.device, deep=self.config.pool.deep_accounting)
+        self._start_overlap()
+        if self.memory is not None:
+            self.memory.attach(model)  # after the lanes: it wraps what they put on the engine's groups
+        self._meter.look_at(model)
+        for pillar in self.pillars:
+            pillar.attach(self)
+        return model
+
+    def _start_overlap(self) -> None:
+        overlap = self.config.overlap
+        if not overlap.enabled:
+            return
+        if self.device.type == "cpu":
+            if overlap.lanes:
+                set_prefetch(self.model, overlap.prefetch)
+                self._fsdp_lanes = FsdpLanes(
+                    self.model,
+                    prefetch=overlap.prefetch,
+                    reduce_buffers=overlap.reduce_buffers,
+                    timeout_s=self.config.timeout_s,
+                    trace=overlap.trace,
+                    account=self.memory,
+                )
+            return
+        # CUDA: the engine overlaps by streams. It prefetches one unit by itself; an explicit list goes further.
+        if overlap.prefetch > 1:
+            set_prefetch(self.model, overlap.prefetch)
+        for root in self._roots:
+            if hasattr(root, "set_reduce_scatter_max_input_buffers"):  # torch >= 2.13
+                root.set_reduce_scatter_max_input_buffers(overlap.reduce_buffers)
+
+    def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Tell the runtime which optimizers step the model (again after they were made anew)."""
+        self.optimizers = list(optimizers)
+        if self.memory is not None:
+            self.memory.attach(self.model, self.optimizers)
+
+    @property
+    def lanes(self) -> dict[str, Lane]:
+        """The lanes by name."""
+        lanes = self._fsdp_lanes
+        return {} if lanes is None else {lanes.gather.name: lanes.gather, lanes.reduce.name: lanes.reduce}
+
+    # -- one step --
+
+    def step(
+        self,
+        micro_batches: Sequence[Any],
+        loss_of: Callable[[Any], torch.Tensor | dict[str, Any]],
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+    ) -> torch.Tensor:
+        """One optimizer step over ``micro_batches``; the order of everything that happens in a step.
+
+        Args:
+            micro_batches: equally weighted; every rank passes the same number.
+            loss_of: runs the forward of one micro-batch and returns its mean loss, or ``{"loss", "tokens"}``.
+            clip_norm, clip_value: clip the reduced gradients before the optimizer.
+
+        Returns:
+            The mean loss of this rank's micro-batches, detached.
+        """
+        if not micro_batches:
+            raise ConfigError("a step needs at least one micro-batch; the loader gave none. Check the data set's size.")
+        self.begin_step()
+        total = torch.zeros((), device=self.device)
+        try:
+            for i, batch in enumerate(micro_batches):
+                with self.micro_batch(last=i == len(micro_batches) - 1, observed=False):
+                    with self.phase(Phase.FORWARD):
+                        loss = self.count(loss_of(batch)) / len(micro_batches)
+                    with self.phase(Phase.BACKWARD):
+                        loss.backward()
+                total += loss.detach()
+            self.gradients_ready()
+            if clip_norm is not None:
+                clip_grad_norm(self.model.parameters(), clip_norm)
+            if clip_value is not None:
+                clip_grad_value(self.model.parameters(), clip_value)
+            self.before_optimizer()
+            with self.phase(Phase.STEP):
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        except BaseException as error:
+            self.abort_step(error)
+            raise
+        self.end_step()
+        return total
+
+    def begin_step(self) -> None:
+        """Start an optimizer step; does nothing when one is under way (its first micro-batch started it)."""
+        if self._in_step:
+            return
+        self._in_step = True
+        self._meter.begin(self.steps)
+        for pillar in self.pillars:
+            pillar.before_step(self)
+
+    @contextmanager
+    def micro_batch(self, *, last: bool, observed: bool = True) -> Iterator[None]:
+        """Around forward and backward of one micro-batch.
+
+        Args:
+            last: the optimizer steps after it. Otherwise gradients are reduced no further than they must: in the rack
+                only (``accumulate="sharded"``), or not at all (``"whole"``).
+            observed: somebody may look at the gradients before the next micro-batch. False lets reductions of this
+                micro-batch go on into the next forward.
+        """
+        sync = last or self.config.accumulate == "sharded"
+        for root in self._roots:
+            root.set_requires_gradient_sync(sync)
+            root.set_requires_all_reduce(last)
+        try:
+            if self._fsdp_lanes is not None and not last and not observed:
+                with self._fsdp_lanes.reducer.hold():
+                    yield
+            else:
+                yield
+        finally:
+            for root in self._roots:
+                root.set_requires_gradient_sync(True)
+                root.set_requires_all_reduce(True)
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Mark what the training thread does, for the account and the trace."""
+        start = time.perf_counter()
+        try:
+            if self.memory is None:
+                yield
+            else:
+                saved = self.memory.saved_activations() if phase is Phase.FORWARD else nullcontext()
+                with self.memory.phase(phase), saved:
+                    yield
+        finally:
+            if self.config.overlap.trace:
+                self._trace.append(Span("train", phase.value, "", start, time.perf_counter(), 0))
+
+    def count(self, output: Any) -> torch.Tensor | None:
+        """Return the loss of a step's output and note the tokens it stands for, if it says so."""
+        if isinstance(output, dict):
+            tokens = output.get("tokens")
+            if tokens is not None:
+                self._meter.add_tokens(int(tokens))
+            return output.get("loss")
+        return output
+
+    def gradients_ready(self) -> None:
+        """Every gradient of this step is reduced and in place: nothing is in flight any more."""
+        if self._fsdp_lanes is not None:
+            self._fsdp_lanes.reducer.finish()
+        for pillar in self.pillars:
+            pillar.after_backward(self)
+
+    def before_optimizer(self) -> None:
+        """Clipping is done; the optimizer steps next."""
+        for pillar in self.pillars:
+            pillar.before_optimizer(self)
+
+    def end_step(self) -> None:
+        """The weights are those of the next step: take the figures of this one."""
+        self._in_step = False
+        self.steps += 1
+        stats = {name: lane.take_stats() for name, lane in self.lanes.items()}
+        for lane in self.lanes.values():
+            self._trace += lane.take_spans()
+        self._last = self._meter.end(stats)
+        if self.memory is not None:
+            self._last |= self._memory_metrics()
+            if self.budget_bytes is not None:
+                self.memory.check_budget(self.budget_bytes)
+            self.memory.reset_peak()
+        for pillar in self.pillars:
+            pillar.after_step(self)
+
+    def abort_step(self, error: BaseException) -> None:
+        """Bring engine and pillars back to rest after ``error`` broke a step; gradients of the step are dropped."""
+        self._in_step = False
+        self._meter.abort()
+        if self.model is None:
+            return
+        reset_aborted_step(self.model, self._fsdp_lanes)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        for pillar in self.pillars:
+            pillar.on_failure(self, error)
+
+    # -- what others read --
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the last step, by the names of ``telemetry.names``."""
+        merged = dict(self._last)
+        for pillar in self.pillars:
+            merged |= pillar.metrics()
+        return merged
+
+    def _memory_metrics(self) -> dict[str, float]:
+        held, peak = self.memory.device_bytes, self.memory.peak_bytes
+        figures = {"memwall/pool/device_bytes": float(held), "memwall/pool/device_peak_bytes": float(peak)}
+        if self.budget_bytes:
+            figures["memwall/pool/utilization"] = peak / self.budget_bytes
+        return figures
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides model, optimizers and data."""
+        return {"steps": self.steps, "pillars": {p.name: p.state_dict() for p in self.pillars}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` returned; pillars that were not there then start fresh."""
+        self.steps = int(state["steps"])
+        for pillar in self.pillars:
+            if pillar.name in state["pillars"]:
+                pillar.load_state_dict(state["pillars"][pillar.name])
+
+    def write_trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write the recorded transfers as a Chrome trace (load it in chrome://tracing or Perfetto).
+
+        Raises:
+            ConfigError: nothing was recorded because ``overlap.trace`` is off.
+        """
+        if not self.config.overlap.trace:
+            raise ConfigError("there is no trace: set overlap.trace=true before training.")
+        for lane in self.lanes.values():
+            self._trace += lane.take_spans()
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        events = [
+            {
+                "name": f"{span.transfer} {span.unit}", "cat": span.lane, "ph": "X", "pid": rank, "tid": span.lane,
+                "ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6, "args": {"bytes": span.bytes},
+            }
+            for span in self._trace
+        ]  # fmt: skip
+        target = Path(path)
+        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return target
+
+    def close(self) -> None:
+        """End threads, lanes and hooks; the model stays a plain FSDP2 model. Idempotent."""
+        for pillar in self.pillars:
+            pillar.close()
+        if self.memory is not None:
+            self.memory.detach()  # before the lanes: the last to wrap is the first to let go
+        if self._fsdp_lanes is not None:
+            self._fsdp_lanes.close()
+            self._fsdp_lanes = None
+
+
+def device_budget_bytes(config: MemwallConfig, device: torch.device) -> int | None:
+    """The budget of this rank in bytes; None when none is set.
+
+    Raises:
+        ConfigError: the budget is above what the device, or the container, has.
+    """
+    budget = config.pool.device_budget
+    if budget is None:
+        return None
+    return parse_size(budget, option="pool.device_budget", available_bytes=available_device_bytes(device))
