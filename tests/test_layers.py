@@ -116,7 +116,7 @@ def layer_faults(name: str, tree: ast.Module) -> list[str]:
     allowed = MAY_IMPORT[layer] | {layer}
     for imported, line in _imports(name, tree):
         inner = _of_package(imported)
-        # `from memwall_strategy import PoolConfig` asks the package itself, which may be any layer; its version is free.
+        # `from memwall_strategy import PoolConfig` asks the package itself, which may be any layer.
         free = inner in (None, "", "__version__")
         target = None if free else _layer(inner) if _layer(inner) in MAY_IMPORT else ""
         if target is not None and target not in allowed:
