@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
@@ -60,10 +59,6 @@ class GPTModule(L.LightningModule):
         schedule = self._scheduler(optimizer, total_steps=self.trainer.estimated_stepping_batches)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def flops_per_token(self, seq_len: int) -> int:
-        """See ``GPTOptions.flops_per_token``."""
-        return self.options.flops_per_token(seq_len)
-
     def _loss(self, batch: Tensor) -> Tensor:
         logits = self.model(batch[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
@@ -72,8 +67,3 @@ class GPTModule(L.LightningModule):
 def gpt(*, optimizer: OptimizerFactory, scheduler: SchedulerFactory, **options: Any) -> GPTModule:
     """Build from plain options, as a configuration file gives them."""
     return GPTModule(GPTOptions(**options), optimizer, scheduler)
-
-
-def parameter_count(module: torch.nn.Module) -> int:
-    """Parameters of a module, shared ones once."""
-    return sum(p.numel() for p in module.parameters())

@@ -51,23 +51,3 @@ class GPTOptions:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model.dropout={self.dropout!r} must be at least 0 and below 1.")
-
-    def block_parameters(self) -> int:
-        """Parameters of one block."""
-        attention = 4 * self.hidden**2 + 4 * self.hidden
-        mlp = 2 * self.mlp_ratio * self.hidden**2 + (self.mlp_ratio + 1) * self.hidden
-        return attention + mlp + 4 * self.hidden
-
-    def parameters(self) -> int:
-        """Parameters of the model."""
-        tables = (self.vocab + self.context) * self.hidden + (0 if self.tied_head else self.vocab * self.hidden)
-        return tables + self.layers * self.block_parameters() + 2 * self.hidden
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """Floating-point operations of one token's forward and backward pass.
-
-        ``6 N + 12 layers hidden seq_len`` of the PaLM paper (arXiv:2204.02311, appendix B): N counts the parameters
-        that multiply a token (blocks and output layer; a lookup multiplies nothing), attention counts the full square.
-        """
-        multiplied = self.layers * self.block_parameters() + self.vocab * self.hidden
-        return 6 * multiplied + 12 * self.layers * self.hidden * seq_len

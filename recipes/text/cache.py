@@ -74,17 +74,17 @@ def ensure_tokens(options: TextOptions, *, wait_s: float = WAIT_S) -> TokenFiles
     cache = Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir()
     key = _key(documents, options)
     folder = cache / "tokens" / key
-    built = _load(folder)
-    if built is None:
-        try:
+    try:
+        built = _load(folder)
+        if built is None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _locked(folder.with_suffix(".lock"), wait_s):
                 built = _load(folder) or _build(folder, documents, options)
-        except OSError as error:
-            raise ConfigError(
-                f"paths.cache_dir={cache} cannot be written ({error.strerror or error}). "
-                "Name a folder that can: paths.cache_dir=/path/with/room."
-            ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"paths.cache_dir={cache} cannot be used ({error.strerror or error}). "
+            "Name a folder that can be written: paths.cache_dir=/path/with/room."
+        ) from error
     _check_length(built, options)
     return built
 

@@ -12,7 +12,7 @@ from .options import TextOptions
 
 
 class PackedSequences(Dataset[torch.Tensor]):
-    """Sequence ``i`` is tokens ``i * seq_len`` to ``(i + 1) * seq_len``, inclusive: inputs and, shifted by one, targets.
+    """Sequence ``i`` is tokens ``i * seq_len`` to ``(i + 1) * seq_len``, both included: inputs, and targets one later.
 
     Documents follow each other without padding, so every position is trained on; the last incomplete sequence is left
     out. The file is mapped: processes share its pages, and pickling the dataset (loader workers) copies only its name.

@@ -50,13 +50,20 @@ class Document:
         return len(self.text) if self.path is None else self.path.stat().st_size
 
     def chunks(self) -> Iterator[bytes]:
-        """The content, in pieces of at most 16 MiB."""
+        """The content, in pieces of at most 16 MiB.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
         if self.path is None:
             yield self.text
             return
-        with self.path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk
+        try:
+            with self.path.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    yield chunk
+        except OSError as error:
+            raise ConfigError(f"data.files: {self.path} cannot be read ({error.strerror}). Leave it out.") from error
 
 
 def find_documents(files: tuple[str, ...]) -> list[Document]:

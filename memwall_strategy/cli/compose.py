@@ -1,0 +1,135 @@
+"""The composed configuration, or one paragraph on why there is none: the key, what is allowed, the nearest match."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+import memwall_strategy
+from memwall_strategy.cli.schema import find_doc, register
+from memwall_strategy.core.errors import ConfigError, nearest
+
+CONFIG_FOLDER = Path(memwall_strategy.__file__).parent / "conf"
+CONFIG_NAME = "train"
+_HYDRA_VERSION = "1.3"
+
+
+def compose_run(overrides: Sequence[str], *, folder: Path = CONFIG_FOLDER, name: str = CONFIG_NAME) -> DictConfig:
+    """Compose a run from the command line's overrides, every interpolation resolved.
+
+    Raises:
+        ConfigError: an unknown group, option or value, or an override that cannot be read.
+    """
+    register()
+    parsed = _parse(overrides)
+    with initialize_config_dir(config_dir=str(folder.resolve()), version_base=_HYDRA_VERSION):
+        try:
+            config = compose(name, overrides=list(overrides))
+            missing = sorted(OmegaConf.missing_keys(config))
+            OmegaConf.resolve(config)
+        except MissingConfigException as error:
+            raise ConfigError(_missing_config(error, parsed, folder)) from error
+        except (ConfigCompositionException, OmegaConfBaseException) as error:
+            cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
+            raise ConfigError(_explain(cause, parsed, folder, name)) from error
+    if missing:
+        raise ConfigError(f"{missing[0]} has no value. Give it one: {missing[0]}=... {_what_it_is(missing[0])}".strip())
+    return config
+
+
+def groups(folder: Path = CONFIG_FOLDER) -> dict[str, list[str]]:
+    """Group -> the names that can be chosen for it."""
+    return {
+        path.name: sorted(option.stem for option in path.glob("*.yaml")) for path in sorted(folder.iterdir())
+        if path.is_dir() and any(path.glob("*.yaml"))
+    }  # fmt: skip
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise ConfigError(
+            f"The argument {error.override!r} cannot be read. Write key=value, such as trainer.max_steps=100; "
+            "put values with spaces, brackets or commas in quotes."
+        ) from error
+    except HydraException as error:
+        raise ConfigError(f"The arguments cannot be read: {error}. Write key=value, one an argument.") from error
+
+
+def _missing_config(error: MissingConfigException, parsed: list[Override], folder: Path) -> str:
+    known = groups(folder)
+    for override in parsed:
+        options = known.get(override.key_or_group)
+        chosen = override.value()
+        if options is not None and chosen is not None and str(chosen) not in options:
+            close = nearest(str(chosen), options)
+            return f"{override.key_or_group}={chosen} does not exist.{close} There are: {', '.join(options)}."
+    return " ".join(str(error).split("Config search path")[0].split())
+
+
+def _explain(cause: BaseException, parsed: list[Override], folder: Path, name: str) -> str:
+    key = getattr(cause, "full_key", None) or ""
+    text = str(cause).split("\n")[0]
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
+        return _unknown_key(key, folder, name)
+    if isinstance(cause, ValidationError) and key:
+        doc = find_doc(key)
+        wanted = f" It must be: {doc.type}." if doc else ""
+        given = next((o.get_value_string() for o in parsed if o.key_or_group == key), None)
+        shown = f"{key}={given}" if given is not None else key
+        return f"{shown} does not fit ({_decapitalize(text)}).{wanted} {_what_it_is(key)}".strip()
+    where = f"{key}: " if key else ""
+    return f"{where}{text} Correct that argument, or see memwall-train --help."
+
+
+def _unknown_key(key: str, folder: Path, name: str) -> str:
+    """Name the first part of a dotted key that does not exist, what exists beside it, and the nearest option."""
+    config = OmegaConf.to_container(compose(name), resolve=False)
+    node: object = config
+    parent: list[str] = []
+    for part in key.split("."):
+        if not isinstance(node, dict) or not isinstance(node.get(part), dict):
+            break
+        node = node[part]
+        parent.append(part)
+    path = "".join(f"{part}." for part in parent)
+    siblings = [f"{path}{k}" for k in node if not k.startswith("_")] if isinstance(node, dict) else []
+    everything = [*groups(folder), *_leaves(config)]
+    close = nearest(key, siblings) or nearest(key, everything) or _same_name(key.rpartition(".")[2], everything)
+    where = f"In {'.'.join(parent)} there are" if parent else "At the top there are"
+    return f"There is no option {key!r}.{close} {where}: {', '.join(sorted(siblings))}."
+
+
+def _leaves(config: object, prefix: str = "") -> Iterator[str]:
+    """Every dotted key that holds a value."""
+    if not isinstance(config, dict):
+        yield prefix.removesuffix(".")
+        return
+    for key, child in config.items():
+        yield from _leaves(child, f"{prefix}{key}.")
+
+
+def _same_name(name: str, keys: Sequence[str]) -> str:
+    """``max_steps`` -> ``trainer.max_steps``: the right name without its group, or in the wrong one."""
+    for key in keys:
+        if key.rpartition(".")[2] == name:
+            return f" Did you mean {key!r}?"
+    return ""
+
+
+def _what_it_is(key: str) -> str:
+    doc = find_doc(key)
+    return f"{key}: {doc.text}" if doc and doc.text else ""
+
+
+def _decapitalize(text: str) -> str:
+    return re.sub(r"^[A-Z](?=[a-z])", lambda match: match[0].lower(), text)

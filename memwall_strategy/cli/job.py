@@ -1,0 +1,170 @@
+"""One run from checked settings: text, model, plan, training, summary. Here torch and Lightning are imported."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from dataclasses import asdict
+from typing import Any
+
+import lightning.pytorch as L
+import psutil
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from memwall_strategy.cli.launch import Launch
+from memwall_strategy.cli.options import CheckpointsOptions
+from memwall_strategy.cli.planning import plan_run
+from memwall_strategy.cli.report import print_summary
+from memwall_strategy.cli.settings import Settings
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.lightning import MemwallStrategy
+from memwall_strategy.planner import Plan
+from memwall_strategy.recipes.text.cache import TokenFiles, ensure_tokens
+from memwall_strategy.telemetry import names
+from memwall_strategy.telemetry.callback import Telemetry
+from memwall_strategy.telemetry.csv_log import read_csv
+from memwall_strategy.telemetry.progress import StepProgress
+from memwall_strategy.telemetry.run_log import RunLog
+from memwall_strategy.telemetry.summary import environment, hold_claims, run_figures
+
+_LOG_WIDTH = 120
+"""Columns of what is printed where there is no terminal to ask."""
+
+
+def train(settings: Settings, part: Launch) -> dict[str, float]:
+    """Train, and return the run's figures (empty on ranks other than the first).
+
+    Raises:
+        ConfigError: found here, before any process starts, what needs torch to be found.
+    """
+    _quiet()
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _LOG_WIDTH
+    tokens = _read_text(settings, part, console)
+    L.seed_everything(settings.run.seed, workers=True, verbose=False)
+    plain = settings.plain
+    optimizer, scheduler = _make(plain["optimizer"]), _make(plain["scheduler"])
+    module = _make(plain["model"], _partial_=True)(optimizer=optimizer, scheduler=scheduler)
+    data = _make(plain["data"])
+    telemetry = Telemetry()
+    progress = StepProgress(telemetry, console, settings.run.progress_every_n_steps)
+    trainer = _trainer(settings, part, [telemetry, progress])
+    resume = str(part.checkpoint) if part.checkpoint else None
+    plan = plan_run(settings, module, optimizer, trainer.world_size, trainer.strategy.root_device)
+    if part.is_first:
+        part.folder.write_config(OmegaConf.to_yaml(plain))
+        part.folder.write_plan(plan.to_json())
+        part.folder.event("start", ranks=trainer.world_size, checkpoint=resume)
+        console.print(plan.table(), end="\n\n")
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=resume)
+    except Exception as error:
+        if part.is_first:
+            part.folder.event("fault", error=type(error).__name__, message=str(error))
+        raise
+    if not trainer.is_global_zero:
+        return {}
+    return _summarize(settings, part, trainer, telemetry, plan, tokens, console)
+
+
+def _quiet() -> None:
+    """Keep the output to what a reader needs: the trainer's hints go, its warnings stay."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # The text is mapped memory: workers are a choice (data.workers), not an omission.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Lightning 2.6 asks torch's tree library in the old way, once a batch transfer.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+
+
+def _read_text(settings: Settings, part: Launch, console: Console) -> TokenFiles | None:
+    if settings.text is None:
+        return None
+    start_s = time.perf_counter()
+    tokens = ensure_tokens(settings.text)
+    if part.is_first:
+        meta = tokens.meta
+        console.print(
+            f"text: {meta['source']} (Python {meta['python']}), {meta['train_tokens']:,} tokens to train on and "
+            f"{meta['val_tokens']:,} to validate, split {meta['split']}, ready in {time.perf_counter() - start_s:.1f} s"
+        )
+    return tokens
+
+
+def _make(node: dict[str, Any], **more: Any) -> Any:
+    try:
+        return instantiate({**node, **more}, _convert_="all")
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        raise ConfigError(f"{node.get('_target_')} cannot be built from these options: {cause}") from error
+
+
+def _trainer(settings: Settings, part: Launch, callbacks: list[L.Callback]) -> L.Trainer:
+    if settings.run.checkpoints.enabled:
+        callbacks.append(_checkpoints(settings.run.checkpoints, part))
+    try:
+        return L.Trainer(
+            **asdict(settings.trainer),
+            strategy=MemwallStrategy(settings.memwall),
+            callbacks=callbacks,
+            logger=RunLog(part.folder),
+            default_root_dir=part.folder.path,
+            enable_checkpointing=settings.run.checkpoints.enabled,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+    except MisconfigurationException as error:
+        raise ConfigError(f"Lightning refuses these trainer options: {error}") from error
+
+
+def _checkpoints(options: CheckpointsOptions, part: Launch) -> ModelCheckpoint:
+    best = options.every_n_steps is None
+    return ModelCheckpoint(
+        dirpath=part.folder.checkpoints,
+        filename="step_{step}",
+        auto_insert_metric_name=False,
+        monitor=names.VAL_LOSS if best else None,
+        save_top_k=options.keep,
+        save_last=True,
+        every_n_train_steps=options.every_n_steps,
+    )
+
+
+def _summarize(
+    settings: Settings,
+    part: Launch,
+    trainer: L.Trainer,
+    telemetry: Telemetry,
+    plan: Plan,
+    tokens: TokenFiles | None,
+    console: Console,
+) -> dict[str, float]:
+    figures = run_figures(read_csv(part.folder.metrics)[1])
+    figures["train/wall_s"] = telemetry.train_s
+    figures["run/wall_s"] = time.time() - psutil.Process().create_time()
+    claims = hold_claims(settings.run.claims, figures)
+    summary = {
+        "name": settings.run.name,
+        "figures": figures,
+        "claims": [asdict(claim) for claim in claims],
+        "memory": {
+            "predicted": {str(p): {str(k): n for k, n in kinds.items()} for p, kinds in plan.kind_peaks.items()},
+            "measured": telemetry.peak_bytes,
+        },
+        "text": tokens.meta if tokens else None,
+        "environment": environment(trainer.world_size, torch.get_num_threads(), str(trainer.strategy.root_device)),
+        "mfu_peak": "measured in the run: the best of a few large matrix products on each rank, in the run's precision",
+        "seed": settings.run.seed,
+    }
+    part.folder.write_summary(summary)
+    part.folder.event("end", step=trainer.global_step)
+    print_summary(console, figures, claims, plan, telemetry.peak_bytes, part.folder.path)
+    return figures

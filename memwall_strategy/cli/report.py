@@ -1,0 +1,61 @@
+"""The summary as it is printed at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from memwall_strategy.config import format_size
+from memwall_strategy.planner import Plan
+from memwall_strategy.telemetry import names
+from memwall_strategy.telemetry.summary import Claim
+
+_FIGURES = (
+    ("steps", "train/steps", "{:.0f}"),
+    ("training loss, first step (nats/token)", "train/loss_first", "{:.3f}"),
+    ("training loss, last 10 steps", "train/loss_last", "{:.3f}"),
+    ("validation loss", names.VAL_LOSS, "{:.3f}"),
+    ("validation, bits per byte", names.VAL_BITS_PER_BYTE, "{:.3f}"),
+    ("step time, median (s)", names.STEP_S, "{:.3f}"),
+    ("tokens/s, median", names.TOKENS_PER_S, "{:,.0f}"),
+    ("MFU, median, of the measured peak", names.MFU, "{:.1%}"),
+    ("exposed communication, median share", names.EXPOSED_FRACTION, "{:.1%}"),
+    ("training, with validation and saving (s)", "train/wall_s", "{:.1f}"),
+    ("whole run (s)", "run/wall_s", "{:.1f}"),
+)
+
+
+def print_summary(
+    console: Console,
+    figures: Mapping[str, float],
+    claims: Sequence[Claim],
+    plan: Plan,
+    measured: Mapping[str, Mapping[str, int]],
+    folder: Path,
+) -> None:
+    """Print figures, claimed | measured | how, predicted | measured, and where the run folder is."""
+    console.print()
+    for text, name, shape in _FIGURES:
+        if name in figures:
+            console.print(f"{text:<42} {shape.format(figures[name])}")
+    if names.DEVICE_PEAK_BYTES in figures:
+        console.print(f"{'most bytes held for the model, rank 0':<42} {format_size(figures[names.DEVICE_PEAK_BYTES])}")
+    if claims:
+        console.print(_claims_table(claims))
+    if measured:
+        console.print("highest bytes per rank, predicted | measured (rank 0):")
+        console.print(plan.beside(measured))
+    console.print(f"\nrun folder: {folder}")
+
+
+def _claims_table(claims: Sequence[Claim]) -> Table:
+    table = Table("claim", "claimed", "measured", "", "how", box=SIMPLE_HEAD)
+    for claim in claims:
+        measured = "not measured" if claim.measured is None else f"{claim.measured:.3g}"
+        verdict = {True: "kept", False: "NOT kept", None: ""}[claim.kept]
+        table.add_row(claim.what, claim.claimed, measured, verdict, claim.how)
+    return table

@@ -1,0 +1,1 @@
+"""What a run tells: metric names, the run folder, the progress, the summary."""

@@ -1,0 +1,54 @@
+"""The metrics that exist, each with its unit and one line on what it means.
+
+The same names appear in ``metrics.csv``, in ``summary.json`` and under any logger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: as written everywhere; ``<lane>`` stands for a lane's name.
+        unit: of the value; ``1`` for a plain number or share.
+        meaning: in one line.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+
+
+STEP_S = "memwall/step_s"
+TOKENS_PER_S = "memwall/tokens_per_s"
+MFU = "memwall/mfu"
+DEVICE_BYTES = "memwall/pool/device_bytes"
+DEVICE_PEAK_BYTES = "memwall/pool/device_peak_bytes"
+UTILIZATION = "memwall/pool/utilization"
+EXPOSED_S = "memwall/overlap/exposed_s"
+EXPOSED_FRACTION = "memwall/overlap/exposed_fraction"
+LANE_BUSY_S = "memwall/overlap/lane_busy_s/<lane>"
+TRAIN_LOSS = "train/loss"
+VAL_LOSS = "val/loss"
+VAL_BITS_PER_BYTE = "val/bits_per_byte"
+LEARNING_RATE = "train/lr"
+
+METRICS: tuple[Metric, ...] = (
+    Metric(STEP_S, "s", "wall time of the optimizer step, all its micro-batches included"),
+    Metric(TOKENS_PER_S, "tokens/s", "tokens of all ranks over the step's time"),
+    Metric(MFU, "1", "the model's arithmetic over the peak that the devices were measured to reach"),
+    Metric(DEVICE_BYTES, "B", "bytes that rank 0 holds for the model on its device at the end of the step"),
+    Metric(DEVICE_PEAK_BYTES, "B", "the most that it held in the step"),
+    Metric(UTILIZATION, "1", "that peak over the rank's budget, where one is set"),
+    Metric(EXPOSED_S, "s", "time in which rank 0's training thread waited for communication"),
+    Metric(EXPOSED_FRACTION, "1", "that time over the step's time"),
+    Metric(LANE_BUSY_S, "s", "time in which rank 0's lane was transferring"),
+    Metric(TRAIN_LOSS, "nats/token", "mean loss of the last micro-batch of rank 0"),
+    Metric(VAL_LOSS, "nats/token", "mean loss over the validation sequences of all ranks"),
+    Metric(VAL_BITS_PER_BYTE, "bits/byte", "that loss in bits; the ends of documents count as bytes"),
+    Metric(LEARNING_RATE, "1", "learning rate of the first parameter group"),
+)

@@ -1,0 +1,91 @@
+"""Progress of a run: a bar on a terminal, one plain line every few steps anywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from memwall_strategy.config import format_size
+from memwall_strategy.telemetry import names
+from memwall_strategy.telemetry.callback import Telemetry
+
+_UPDATES_PER_S = 4
+
+
+class StepProgress(L.Callback):
+    """Shows step, loss and the runtime's figures on rank 0.
+
+    Args:
+        telemetry: where the figures come from; it must come before this callback.
+        every_n_steps: steps between two lines where there is no terminal.
+    """
+
+    def __init__(self, telemetry: Telemetry, console: Console, every_n_steps: int) -> None:
+        self._telemetry, self._console, self._every = telemetry, console, every_n_steps
+        self._bar: Progress | None = None
+        self._seen_step = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._seen_step = trainer.global_step
+        if trainer.is_global_zero and self._console.is_terminal:
+            total = trainer.estimated_stepping_batches
+            self._bar = Progress(
+                TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TimeRemainingColumn(compact=True),
+                TextColumn("{task.description}"), console=self._console, refresh_per_second=_UPDATES_PER_S,
+            )  # fmt: skip
+            self._bar.add_task("", total=total if total != float("inf") else None, completed=trainer.global_step)
+            self._bar.start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step == self._seen_step or not trainer.is_global_zero:
+            return
+        first, self._seen_step = self._seen_step == 0, step
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, description=self._figures(trainer))
+        elif first or step % self._every == 0:
+            self._console.print(f"step {step}{_of(trainer)} | {self._figures(trainer)}", soft_wrap=True)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        shown = " | ".join(f"{k} {v:.4f}" for k, v in trainer.callback_metrics.items() if k.startswith("val/"))
+        if shown:
+            self._console.print(f"step {trainer.global_step}{_of(trainer)} | {shown}", soft_wrap=True)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _figures(self, trainer: L.Trainer) -> str:
+        loss = trainer.callback_metrics.get(names.TRAIN_LOSS)
+        parts = [f"loss {float(loss):.3f}"] if loss is not None else []
+        for name, shown in _SHOWN.items():
+            if name in self._telemetry.last:
+                parts.append(shown(self._telemetry.last[name]))
+        return " | ".join(parts)
+
+
+_SHOWN = {
+    names.STEP_S: lambda v: f"{v:.3f} s/step",
+    names.TOKENS_PER_S: lambda v: f"{v:,.0f} tokens/s",
+    names.DEVICE_BYTES: lambda v: f"{format_size(v)} a rank",
+    names.MFU: lambda v: f"MFU {v:.0%}",
+    names.EXPOSED_FRACTION: lambda v: f"exposed communication {v:.1%}",
+}
+
+
+def _of(trainer: L.Trainer) -> str:
+    return f"/{trainer.max_steps}" if trainer.max_steps and trainer.max_steps > 0 else ""
