@@ -177,9 +177,14 @@ class GroupCounter:
         self._watch_reduce_comm()
         self._last_output = None
         adds = any(param.sharded_param.grad is not None for param in self.group.fsdp_params)
+        partial = self.group._partial_reduce_output
+        partial_bytes = 0 if partial is None else partial.nbytes
+        del partial  # dropped by the reduction if it is the last one
         inner(*args)
         self.track_gradients()
-        self._brief_reduction_cast(adds)
+        if self.group._partial_reduce_output is not None:
+            partial_bytes = 0
+        self._brief_reduction_cast(adds, partial_bytes)
 
     # -- buffers --
 
@@ -197,20 +202,22 @@ class GroupCounter:
 
         self._wraps.append(self._wrap(comm, "allocate", allocate))
 
-    def _brief_reduction_cast(self, adds: bool) -> None:
-        """Book that the reduction's output lived beside its conversion, if it was converted and is gone.
+    def _brief_reduction_cast(self, adds: bool, partial_bytes: int) -> None:
+        """Book what lived beside the conversion of the reduction's output and is gone again.
 
         Args:
             adds: the conversion was added to a gradient that was there, so it is gone too.
+            partial_bytes: sum of earlier micro-batches, which lived until the reduction returned.
         """
         wanted = self.group._orig_dtype
         if self._last_output is None or wanted is None:
             return
         ref, nbytes, dtype = self._last_output
-        if dtype == wanted or ref is None or ref() is not None:
+        if dtype == wanted or ref is None:
             return
-        converted = nbytes // dtype.itemsize * wanted.itemsize if adds else 0
-        self._book.brief({Kind.COMM: nbytes, Kind.GRAD: converted})
+        output_bytes = 0 if ref() is not None else nbytes  # held further for replicas: then it is counted as it is
+        converted_bytes = nbytes // dtype.itemsize * wanted.itemsize if adds else 0
+        self._book.brief({Kind.COMM: output_bytes, Kind.GRAD: converted_bytes + partial_bytes})
 
     def _casts(self) -> list[tuple[int, int]]:
         """Per parameter: bytes of this rank's piece as gathered, and of its converted copy (0 where none is made)."""

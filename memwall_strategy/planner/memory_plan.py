@@ -183,7 +183,9 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> Pla
 def _resident(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> dict[str, int]:
     """Bytes per kind of one rank between two steps."""
     ranks, precision, optimizer = cluster.shard_ranks, settings.precision, settings.optimizer
-    held: dict[str, int] = {Kind.PARAM: 0, Kind.GRAD: 0, Kind.BUFFER: model.buffer_bytes}
+    held: dict[str, int] = {Kind.PARAM: 0, Kind.GRAD: 0, Kind.BUFFER: 0}
+    for buffer in model.buffers:
+        held[Kind.BUFFER] += buffer.numel * item_bytes(_stored(buffer, precision))
     for parameter in model.parameters:
         stored = _stored(parameter, precision)
         padded_bytes = parameter.padded_numel(ranks) * item_bytes(stored)
@@ -208,14 +210,16 @@ def _unit_bytes(unit: UnitSpec, cluster: ClusterSpec, precision: PrecisionSpec) 
     temporaries: list[tuple[int, int]] = []  # (gathered bytes, bytes of the conversion) per parameter
     for parameter in unit.parameters:
         stored = _stored(parameter, precision)
-        compute = _of(precision.compute, stored)
-        reduce = _of(precision.reduce, compute)
+        compute = reduce = stored
+        if not parameter.keeps_dtype:
+            compute = _converted(stored, precision.compute)
+            reduce = _converted(compute, precision.reduce)
         padded = parameter.padded_numel(ranks)
         gathered += padded * ranks * item_bytes(compute)
         temporaries.append((padded * ranks * item_bytes(compute), padded * item_bytes(compute) * (compute != stored)))
         if not parameter.trainable:
             continue
-        if parameter.after_units:
+        if parameter.used_after:
             early += parameter.numel * item_bytes(compute)
         else:
             late += parameter.numel * item_bytes(compute)
@@ -253,15 +257,17 @@ def _single_rank_cast(temporaries: list[tuple[int, int]]) -> int:
 
 def _has_trainable_stem(model: ModelSpec) -> bool:
     """Whether the first unit's inputs need a gradient, so that its backward can end before the whole backward does."""
-    return model.root is not None and any(p.trainable and not p.after_units for p in model.root.parameters)
+    return model.root is not None and any(p.trainable and p.used_before for p in model.root.parameters)
 
 
 def _stored(parameter: ParameterSpec, precision: PrecisionSpec) -> str:
-    return _of(precision.storage, parameter.dtype)
+    """Dtype at rest: a precision that converts weights converts float32 alone, and no running statistics."""
+    converts = parameter.dtype == "float32" and not parameter.keeps_dtype
+    return precision.storage if converts and precision.storage else parameter.dtype
 
 
-def _of(wanted: str | None, dtype: str) -> str:
-    """Policies convert floating-point weights only."""
+def _converted(dtype: str, wanted: str | None) -> str:
+    """FSDP2's policy converts floating-point weights only."""
     return wanted if wanted is not None and "float" in dtype else dtype
 
 

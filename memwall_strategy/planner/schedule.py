@@ -3,14 +3,15 @@
 The step follows FSDP2's own order of allocation and release, one unit at a time:
 
 - forward of a unit: its shards are copied into one flat buffer, gathered there, and copied out into the gathered
-  weights, flat and gathered alive together. The engine's synchronous path keeps the flat buffer until the next
-  unit has copied out; the lanes' path drops it at once. After its forward a unit drops the gathered weights; the root
+  weights, flat and gathered alive together. The engine's synchronous path keeps the flat buffer until the next unit
+  has copied out; the lanes' path drops it at once. After its forward a unit drops the gathered weights; the root
   keeps them until the end of backward;
 - backward of a unit: gathered again (the next units' flat buffers are there already by prefetch), whole gradients grow
   beside the gathered weights, then these are dropped, the whole gradients are copied into the reduction's input,
   dropped, and the reduction's output becomes the sharded gradient;
 - the reduction's inputs of at most ``reduce_buffers`` units are alive. On the lanes' path the play assumes the slowest
-  link: no reduction ends before its buffer is needed. So the lanes' communication is an upper bound.
+  link: no reduction ends before its buffer is needed, and the last ones of a micro-batch go on into the next forward.
+  So the lanes' communication is an upper bound.
 
 Not played: temporaries of single operations, of the optimizer and of the communication library.
 """
@@ -145,7 +146,7 @@ class Step:
         self._flats: set[int] = set()
         self._held_flat = 0
         self._inputs: list[int] = []
-        self._in_flight: list[int] = []
+        self._in_flight: list[tuple[int, bool]] = []
         self._converted = 0
         self._has_gradient: set[int] = set()
         self._has_whole: set[int] = set()
@@ -196,9 +197,9 @@ class Step:
 
     def _copy_out(self, key: int, forward: bool) -> None:
         unit = self._unit(key)
-        if forward:
-            self._release_held_flat()
         self.ledger.add(Kind.GATHERED, unit.gathered)
+        if forward:
+            self._release_held_flat()  # the engine means to drop it before, but holds it until it returns
         if not self.schedule.flats:
             self.ledger.brief(Kind.COMM, unit.cast)
             return
@@ -219,6 +220,8 @@ class Step:
         if self.root is not None:
             self._unshard(root)
             self._copy_out(root, forward=True)
+        for ahead in range(min(self.schedule.prefetch, root)):
+            self._unshard(ahead)
         for key, unit in enumerate(self.units):
             self._unshard(key)
             self._copy_out(key, forward=True)
@@ -230,9 +233,9 @@ class Step:
         self.ledger.add(Kind.ACTIVATION, self.activations[root])
 
     def _backward(self) -> None:
-        root = len(self.units)
-        if self.units:
-            self._unshard(root - 1)
+        root, ahead_by = len(self.units), max(self.schedule.prefetch, 1)
+        for ahead in range(root - 1, max(root - 1 - ahead_by, -1), -1):
+            self._unshard(ahead)
         if self.root is not None:
             self._new_gradient(root, self.root.early_gradient)
         self.ledger.add(Kind.ACTIVATION, -self.activations[root])
@@ -241,7 +244,7 @@ class Step:
             unit = self.units[key]
             self._unshard(key)
             self._copy_out(key, forward=False)
-            for ahead in range(key - 1, max(key - 1 - max(self.schedule.prefetch, 1), -1), -1):
+            for ahead in range(key - 1, max(key - 1 - ahead_by, -1), -1):
                 self._unshard(ahead)
             self._new_gradient(key, unit.early_gradient + unit.late_gradient)
             self.ledger.add(Kind.ACTIVATION, -self.activations[key])
@@ -254,7 +257,8 @@ class Step:
             self._post_backward(root)
         for key in waiting:
             self._post_backward(key)
-        self._finish_reductions()
+        if self._last or not self.schedule.lanes:
+            self._finish_reductions()  # on lanes the last few may go on into the next forward
 
     def _new_gradient(self, key: int, size_bytes: int) -> None:
         if key not in self._has_whole or self._unit(key).whole_is_converted:
@@ -279,12 +283,13 @@ class Step:
         self._make_room()
         self.ledger.add(Kind.COMM, unit.reduce_input)
         self.ledger.add(Kind.GRAD, -whole)
-        self.ledger.add(Kind.COMM, unit.reduce_output)
+        complete = self._last or not self.schedule.replicated
+        self.ledger.add(self._output_kind, unit.reduce_output)
         if self.schedule.lanes:
-            self._in_flight.append(key)
+            self._in_flight.append((key, complete))
         else:
             self._inputs.append(unit.reduce_input)
-            self._end_reduction(key)
+            self._end_reduction(key, complete)
 
     # -- reductions --
 
@@ -295,32 +300,37 @@ class Step:
         while len(self._in_flight) >= self.schedule.reduce_buffers:
             self._end_first_in_flight()
 
+    @property
+    def _output_kind(self) -> str:
+        """The lanes' outputs are gradients from the start; the engine's come from its communication's allocator."""
+        return Kind.GRAD if self.schedule.lanes else Kind.COMM
+
     def _end_first_in_flight(self) -> None:
-        key = self._in_flight.pop(0)
-        self._end_reduction(key)
+        key, complete = self._in_flight.pop(0)
+        self._end_reduction(key, complete)
         self.ledger.add(Kind.COMM, -self._unit(key).reduce_input)
 
-    def _end_reduction(self, key: int) -> None:
+    def _end_reduction(self, key: int, complete: bool) -> None:
         """Turn the reduction's output into the sharded gradient, or into the part that waits for the replicas."""
         unit = self._unit(key)
-        if self.schedule.replicated and not self._last:
+        if not complete:
             if key in self._has_partial:
-                self.ledger.add(Kind.COMM, -unit.reduce_output)
+                self.ledger.add(self._output_kind, -unit.reduce_output)  # added to the part that is there
             else:
-                self.ledger.move(Kind.COMM, Kind.GRAD, unit.reduce_output)
+                self.ledger.move(self._output_kind, Kind.GRAD, unit.reduce_output)
                 self._has_partial.add(key)
             return
         if unit.reduction_casts:
             self.ledger.add(Kind.GRAD, unit.gradient)
-            if self.schedule.replicated:  # the engine holds what the replicas summed until backward ends
-                self._converted += unit.reduce_output
+            if self.schedule.replicated and not self.schedule.lanes:
+                self._converted += unit.reduce_output  # the engine holds what the replicas summed until backward ends
             else:
-                self.ledger.add(Kind.COMM, -unit.reduce_output)
-        else:
-            self.ledger.move(Kind.COMM, Kind.GRAD, unit.reduce_output)
+                self.ledger.add(self._output_kind, -unit.reduce_output)
         if key in self._has_partial:
             self.ledger.add(Kind.GRAD, -unit.reduce_output)
             self._has_partial.discard(key)
+        if not unit.reduction_casts:
+            self.ledger.move(self._output_kind, Kind.GRAD, unit.reduce_output)
         if key in self._has_gradient:
             self.ledger.add(Kind.GRAD, -unit.gradient)  # added to the one that is there
         self._has_gradient.add(key)

@@ -44,15 +44,19 @@ class ParameterSpec:
         shape: of the whole parameter.
         dtype: it is stored in, by name.
         trainable: whether it receives a gradient and an optimizer state.
-        after_units: for the root's parameters: used after the units (a head), so its gradient comes first in backward
-            and lives until the end of it. Taken from the order of definition.
+        used_before: for the root's parameters: used before the units, so the first unit's inputs need a gradient.
+        used_after: for the root's parameters: used after the units (a head, perhaps a tied one), so its gradient comes
+            first in backward and lives until the end of it.
+        keeps_dtype: belongs to a module with running statistics, which no precision converts.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
-    after_units: bool = False
+    used_before: bool = True
+    used_after: bool = False
+    keeps_dtype: bool = False
 
     @property
     def numel(self) -> int:
@@ -100,13 +104,14 @@ class ModelSpec:
 
     Attributes:
         units: in the order in which forward runs them, without the root.
-        root: what no unit holds; None where the units hold everything.
-        buffer_bytes: of the module buffers, which every rank holds whole.
+        root: what no unit holds; None where the units hold everything. A model with several roots (a LightningModule
+            with several networks) is planned as if they were one: an upper bound.
+        buffers: module buffers, which every rank holds whole.
     """
 
     units: tuple[UnitSpec, ...]
     root: UnitSpec | None = None
-    buffer_bytes: int = 0
+    buffers: tuple[ParameterSpec, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -137,44 +142,56 @@ class ModelSpec:
             if name not in known:
                 raise ConfigError(f"unit {name!r} is no module of {type(module).__name__}.{nearest(name, known)}")
         depth_first = sorted(names, key=lambda name: -name.count("."))
+        fixed = {name for name, child in module.named_modules() if getattr(child, "running_mean", None) is not None}
+        before, after = _used_around_units(module, names)
         held: dict[str, list[ParameterSpec]] = {name: [] for name in [*names, ROOT]}
-        seen_unit = False
         for name, parameter in module.named_parameters():  # tied parameters come once, under their first name
             if hasattr(parameter, "placements"):
                 raise ConfigError(f"parameter {name!r} is sharded already. Call ModelSpec.from_module before sharding.")
             owner = next((unit for unit in depth_first if name.startswith(f"{unit}.")), ROOT)
-            seen_unit = seen_unit or owner != ROOT
             held[owner].append(
                 ParameterSpec(
                     name=name,
                     shape=tuple(parameter.shape),
                     dtype=dtype_name(parameter.dtype),
                     trainable=parameter.requires_grad,
-                    after_units=owner == ROOT and seen_unit,
+                    used_before=owner == ROOT and name in before,
+                    used_after=owner == ROOT and name in after,
+                    keeps_dtype=name.rpartition(".")[0] in fixed,
                 )
             )
-        tied = _tied_after_units(module, names, {p.name for p in held[ROOT] if not p.after_units})
-        root = tuple(
-            ParameterSpec(p.name, p.shape, p.dtype, p.trainable, p.after_units or p.name in tied) for p in held[ROOT]
-        )
         return cls(
             units=tuple(UnitSpec(name, tuple(held[name])) for name in names if held[name]),
-            root=UnitSpec(ROOT, root) if root else None,
-            buffer_bytes=sum(b.numel() * item_bytes(dtype_name(b.dtype)) for b in module.buffers()),
+            root=UnitSpec(ROOT, tuple(held[ROOT])) if held[ROOT] else None,
+            buffers=tuple(
+                ParameterSpec(
+                    name, tuple(b.shape), dtype_name(b.dtype), False, keeps_dtype=name.rpartition(".")[0] in fixed
+                )
+                for name, b in module.named_buffers()
+            ),
         )
 
 
-def _tied_after_units(module: Any, unit_names: list[str], candidates: set[str]) -> set[str]:
-    """Names of the candidates (before the units) that a module after the units uses too, as tied heads do."""
-    by_id: dict[int, str] = {}
-    tied: set[str] = set()
+def _used_around_units(module: Any, unit_names: list[str]) -> tuple[set[str], set[str]]:
+    """Names of the root's parameters that forward uses before the units, and of those that it uses after them.
+
+    The order of definition is taken for the order of use. A tied head is defined after the units under a second name,
+    or, when it reads the table in ``forward``, not at all: where no matrix is defined after the units, the matrices
+    before them are taken for tied. That errs to the safe side: their gradient is planned to live longer.
+    """
+    first_name: dict[int, str] = {}
+    before: dict[str, int] = {}
+    after: dict[str, int] = {}
     seen_unit = False
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        seen_unit = seen_unit or any(name.startswith(f"{unit}.") for unit in unit_names)
-        first = by_id.setdefault(id(parameter), name)
-        if seen_unit and first != name and first in candidates:
-            tied.add(first)
-    return tied
+        first = first_name.setdefault(id(parameter), name)
+        if any(name.startswith(f"{unit}.") for unit in unit_names):
+            seen_unit = True
+        else:
+            (after if seen_unit else before)[first] = len(parameter.shape)
+    has_head = any(dims > 1 for dims in after.values())
+    tied = set() if has_head or not seen_unit else {name for name, dims in before.items() if dims > 1}
+    return set(before), set(after) | tied
 
 
 def dtype_name(dtype: Any) -> str:
