@@ -102,6 +102,7 @@ class Lane:
         self.name, self.capacity, self.timeout_s, self.record_spans = name, capacity, timeout_s, record_spans
         self._queue: deque[Transfer] = deque()
         self._unfinished = 0
+        self._running: Transfer | None = None
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -120,9 +121,11 @@ class Lane:
             raise RuntimeError(f"a transfer of lane {self.name!r} may not submit to its own lane")
         item = Transfer(self, fn, transfer, unit, nbytes)
         with self._changed:
-            if self._closed:
+            self._wait_locked(
+                lambda: self._closed or self._error is not None or self._unfinished < self.capacity, f"room for {item}"
+            )
+            if self._closed:  # perhaps while this waited: the thread may have looked for work for the last time
                 raise RuntimeError(f"lane {self.name!r} is closed")
-            self._wait_locked(lambda: self._unfinished < self.capacity or self._error is not None, f"room for {item}")
             if self._error is not None:
                 raise self._error
             self._queue.append(item)
@@ -175,7 +178,7 @@ class Lane:
                     self._changed.wait()  # bounded by close(): the thread is a daemon and idle here
                 if not self._queue:
                     return
-                item = self._queue.popleft()
+                item = self._running = self._queue.popleft()
                 error = self._error
             start = time.perf_counter()
             if error is None:
@@ -195,6 +198,7 @@ class Lane:
                 if self.record_spans:
                     self._spans.append(Span(self.name, item.name, item.unit, start, end, item.nbytes))
                 self._unfinished -= 1
+                self._running = None
                 item._event.set()
                 self._changed.notify_all()
             del item, error
@@ -217,7 +221,7 @@ class Lane:
             return
         start = time.perf_counter()
         if not self._changed.wait_for(ready, self.timeout_s):
-            raise TransferError(f"waited {self.timeout_s:.0f} s for {what}: the transfer before it hangs")
+            raise TransferError(f"waited {self.timeout_s:.0f} s for {what}: {self._running or 'a transfer'} hangs")
         self._stats.exposed_s += time.perf_counter() - start
 
 
