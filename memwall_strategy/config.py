@@ -5,19 +5,23 @@ Stdlib only, so that a wrong option is found before torch is imported and before
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from fractions import Fraction
 from typing import Any
 
 from memwall_strategy.core.errors import ConfigError, nearest
 
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?i?b?)\s*$", re.IGNORECASE)
 _FACTOR = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgt", start=1)
     for suffix, base in (("b", 1000), ("", 1000), ("ib", 1024), ("i", 1024))
 }
+_ENDLESS_BYTES = 2**62
+"""More than any device has; exact as a float."""
 
 Size = str | int | float
 """``"512MiB"``, ``"8GB"``, an int of bytes, or a float in (0, 1]: that fraction of what is there."""
@@ -43,7 +47,7 @@ def parse_size(value: Size, *, option: str, available_bytes: int | None = None) 
         if "." in match[1] and not match[2]:
             value = float(match[1])
         else:
-            value = int(float(match[1]) * _FACTOR[match[2].lower()])
+            value = int(Fraction(match[1]) * _FACTOR[match[2].lower()])
     if isinstance(value, float):
         if not 0.0 < value <= 1.0:
             raise ConfigError(f"{option}={value} is a fraction outside (0, 1]. For bytes write an int or '{value}GiB'.")
@@ -111,14 +115,9 @@ class PoolConfig:
 
     def __post_init__(self) -> None:
         _check_bool(self, "enabled", "deep_accounting")
-        if self.device_budget is not None and not (
-            isinstance(self.device_budget, float) or _is_fraction(self.device_budget)
-        ):
-            parse_size(self.device_budget, option="pool.device_budget")
-
-
-def _is_fraction(value: Size) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"\s*0?\.\d+\s*|\s*1\.0*\s*", value) is not None
+        if self.device_budget is not None:
+            # How much there is is not known yet; whatever it is, the value must be a size, or a fraction in (0, 1].
+            parse_size(self.device_budget, option="pool.device_budget", available_bytes=_ENDLESS_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,7 +243,8 @@ class MemwallConfig:
             raise ConfigError(f"unit_classes={self.unit_classes!r} must be a sequence of class names or classes.")
         names = tuple(c if isinstance(c, str) else getattr(c, "__name__", repr(c)) for c in self.unit_classes)
         object.__setattr__(self, "unit_classes", names)
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)) or self.timeout_s <= 0:
+        number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
+        if not number or not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds.")
         if self.async_checkpoint and self.checkpoint == "full":
             raise ConfigError("async_checkpoint=true needs checkpoint='sharded'; a full file is written at once.")
