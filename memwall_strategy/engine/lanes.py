@@ -300,7 +300,7 @@ class GradientReducer:
                 if before is not None and before != 1:
                     flat.div_(before)
                 output = flat.new_empty(flat.numel() // world)
-                reduce_scatter_single(output, flat, op=shard_op, group=shard_group)
+                _reduce_scatter(output, flat, shard_op, shard_group)
             else:
                 output = flat if group.gradient_divide_factor is None else flat / group.gradient_divide_factor
                 self._account.track(output, Kind.COMM)
@@ -384,6 +384,28 @@ class GradientReducer:
         self._undecided.clear()
         self._partial.clear()
         self._partial_present.clear()
+
+
+def _reduce_scatter(
+    output: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> None:
+    """Reduce-scatter over ``group``.
+
+    gloo's own sends as much as its all-reduce. Two ranks just swap the halves that the other one keeps: half the bytes,
+    and a sum of two terms has one order only, so the result is gloo's bit for bit.
+    """
+    if group.size() != 2 or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        reduce_scatter_single(output, flat, op=op, group=group)
+        return
+    me = group.rank()
+    other = dist.get_global_rank(group, 1 - me)
+    halves = flat.view(2, -1)
+    works = [dist.isend(halves[1 - me], dst=other, group=group), dist.irecv(output, src=other, group=group)]
+    for work in works:
+        work.wait()
+    output.add_(halves[me])
+    if op == dist.ReduceOp.AVG:
+        output.div_(2)
 
 
 def _all_reduce_over(counts: torch.Tensor, groups: tuple[dist.ProcessGroup, ...]) -> None:

@@ -62,7 +62,7 @@ def choose_precision_by_strategy(connector_module: str, attribute: str, strategy
     connector._check_and_init_precision = chosen
 
 
-def install_sigterm_agreement(trainer: Any, save: Callable[[], None]) -> None:
+def install_sigterm_agreement(trainer: Any, save: Callable[[], None], before_batch: Callable[[], None]) -> None:
     """Make a SIGTERM on any rank stop every rank at the same batch, with a checkpoint.
 
     Lightning broadcasts inside the signal handler, where it can meet any other collective half way, listens to rank 0
@@ -70,6 +70,10 @@ def install_sigterm_agreement(trainer: Any, save: Callable[[], None]) -> None:
     the processes this one launched; instead of the per-batch broadcast, each batch starts with one all-reduce of the
     notes. When a rank was told to stop, all of them run ``save`` before the next batch that would start an optimizer
     step, and raise ``SIGTERMException`` as usual.
+
+    Args:
+        save: writes the checkpoint.
+        before_batch: called before each batch is fetched.
     """
     connector = trainer._signal_connector  # .received_sigterm is what trainer.received_sigterm reads
     epoch_loop = trainer.fit_loop.epoch_loop
@@ -90,6 +94,7 @@ def install_sigterm_agreement(trainer: Any, save: Callable[[], None]) -> None:
             save()
             connector.received_sigterm = True
             raise stop
+        before_batch()
         type(epoch_loop).advance(epoch_loop, data_fetcher)
 
     connector._sigterm_notifier_fn = note
@@ -173,6 +178,11 @@ class PrecisionSeams:
 def optimizer_handles_unscaling(optimizer: Any) -> bool:
     """Fused optimizers unscale inside ``step`` (the attribute torch's own scaler looks at)."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def unwrap_module(module: Any) -> torch.nn.Module:
+    """The module inside Fabric's wrapper; any other as it is."""
+    return getattr(module, "_original_module", None) or module
 
 
 _OPTIMIZER_WRAPPERS = ("LightningOptimizer", "_FabricOptimizer")

@@ -191,6 +191,7 @@ class FabricStrategyMethods(FabricCheckpointMethods, FabricSeams):
         clip_grad_value(self.precision.main_params(optimizer), clip_val)
 
     def teardown(self) -> None:
+        self.close_checkpointers()
         for runtime in self.runtimes.values():
             runtime.close()
         super().teardown()

@@ -70,6 +70,7 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         self.runtime: Runtime | None = None
         self._wanted_tensor_parallel = tensor_parallel_size
         self._own_sharding = False
+        self._failed = False
         super().__init__(
             save_distributed_checkpoint=self.config.checkpoint == "sharded",
             process_group_backend=process_group_backend,
@@ -94,6 +95,7 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
 
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
+        self._failed = False
         module = self.lightning_module
         self._refuse_fsdp1(module)
         fitting = trainer.state.fn == "fit"
@@ -114,7 +116,7 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         if fitting:
             self.setup_optimizers(trainer)
             self.runtime.add_optimizers(self.optimizers)
-            install_sigterm_agreement(trainer, lambda: self.save_on_sigterm(trainer))
+            install_sigterm_agreement(trainer, lambda: self.save_on_sigterm(trainer), self.restore_rng_once)
         self.setup_precision_plugin()
         self.start_checkpoints()
 
@@ -207,10 +209,11 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         """Leave the engine at rest, so that a notebook or a test may go on with the model."""
         if self.runtime is not None and not isinstance(exception, (KeyboardInterrupt, SystemExit)):
             self.runtime.abort_step(exception)
+        self._failed = True
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        self.stop_checkpoints()
+        self.stop_checkpoints(failed=self._failed)
         if self.runtime is not None:
             self.runtime.close()
         super().teardown()

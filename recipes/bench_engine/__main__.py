@@ -1,0 +1,187 @@
+"""What memwall's engine costs and what its lanes gain, beside stock FSDP2 under the same Trainer.
+
+    python -m recipes.bench_engine                     # all figures, about 15 minutes on 2 cores
+    python -m recipes.bench_engine off --repeats 3     # one of: off, accounting, link
+
+- ``off``: all pillars and lanes off against Lightning's ``ModelParallelStrategy`` with ``fully_shard``: step time from
+  runs that alternate inside the same processes, peak resident memory from processes of their own. Loopback.
+- ``accounting``: the memory account on against off, the same way.
+- ``link``: lanes on, two ranks in two network namespaces joined by a rate-limited link (root), every run in processes
+  of its own, variants alternating.
+
+Each figure is a ratio of medians over pairs of runs next to each other in time; the spread is that of the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..netns import Host, linked_hosts, why_not
+
+MODEL = {"layers": 6, "heads": 8, "hidden": 512, "context": 256, "dropout": 0.0}
+"""19 M parameters, like the peers' figures that the limits come from."""
+SMALL = {"layers": 4, "heads": 4, "hidden": 256, "context": 128, "dropout": 0.0}
+"""3.3 M parameters: its steps are short, so that an overhead per unit would show."""
+RUN_LIMIT_S = 600
+"""Longest time that one run may take."""
+
+
+def run_ranks(task: dict[str, Any], hosts: Sequence[Host] | None) -> list[dict[str, Any]]:
+    """Run the worker on two ranks, on loopback or one in each host; bounded in time, none left behind."""
+    with tempfile.TemporaryDirectory(prefix="memwall-bench-") as folder:
+        result = Path(folder) / "result.json"
+        port = free_port()
+        processes = []
+        for rank in range(2):
+            env = {
+                **os.environ,
+                "RANK": str(rank), "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0" if hosts else str(rank), "LOCAL_WORLD_SIZE": "1" if hosts else "2",
+                "GROUP_RANK": str(rank) if hosts else "0",
+                "MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1", "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": "bench", "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            if hosts:
+                env["GLOO_SOCKET_IFNAME"] = hosts[rank].interface
+            command = [sys.executable, "-m", f"{__package__}.worker", json.dumps({**task, "result": str(result)})]
+            with (Path(folder) / f"{rank}.log").open("w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        hosts[rank].command(*command) if hosts else command,
+                        env=env,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+        try:
+            codes = [process.wait(RUN_LIMIT_S) for process in processes]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        if any(codes):
+            logs = "\n".join((Path(folder) / f"{r}.log").read_text()[-3000:] for r in range(2))
+            raise SystemExit(f"a bench run failed with exit codes {codes}:\n{logs}")
+        return json.loads(result.read_text())
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def median_step(run: dict[str, Any]) -> float:
+    return statistics.median(run["step_s"])
+
+
+def compare(pairs: list[tuple[float, float]]) -> str:
+    """``ratio (lowest..highest of the pairs)`` of second over first."""
+    ratios = sorted(b / a for a, b in pairs)
+    return f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}..{ratios[-1]:.3f}, {len(ratios)} pairs)"
+
+
+def interleaved(base: str, other: str, repeats: int, model: dict[str, Any], batch: int) -> list[tuple[float, float]]:
+    """Medians of step times, the two variants alternating inside the same processes, their order alternating too."""
+    order = [name for i in range(repeats) for name in ((base, other) if i % 2 == 0 else (other, base))]
+    task = {"variants": order, "model": model, "batch": batch, "steps": 20, "warmup": 3, "threads": 1}
+    runs = run_ranks(task, None)
+    pairs = []
+    for i in range(repeats):
+        both = {run["variant"]: median_step(run) for run in runs[2 * i : 2 * i + 2]}
+        pairs.append((both[base], both[other]))
+    return pairs
+
+
+def off(repeats: int) -> list[tuple[str, str, str, str]]:
+    """All off against stock."""
+    pairs = interleaved("stock", "off", repeats, SMALL, 4)
+    step = statistics.median(a for a, _ in pairs)
+    memory = []
+    for _ in range(3):
+        peaks = {}
+        for variant in ("stock", "off"):
+            task = {"variants": [variant], "model": MODEL, "batch": 2, "steps": 4, "warmup": 1, "threads": 1}
+            peaks[variant] = run_ranks(task, None)[0]["peak_bytes"]
+        memory.append((peaks["stock"], peaks["off"]))
+    return [
+        ("all off / stock: step time", "within 1.02", compare(pairs), f"stock {step * 1e3:.1f} ms a step, loopback"),
+        ("all off / stock: peak resident bytes", "within 1.02", compare(memory), f"stock {memory[0][0] >> 20} MiB"),
+    ]
+
+
+def accounting(repeats: int) -> list[tuple[str, str, str, str]]:
+    """The memory account's price."""
+    pairs = interleaved("off", "accounting", repeats, SMALL, 4)
+    step = statistics.median(a for a, _ in pairs)
+    return [("accounting on / off: step time", "under 1.01", compare(pairs), f"off {step * 1e3:.1f} ms, loopback")]
+
+
+def link(repeats: int, rate: str) -> list[tuple[str, str, str, str]]:
+    """Lanes over a rate-limited link."""
+    if reason := why_not():
+        return [("lanes / stock over a link", "at most 0.75", "not measured", reason)]
+    pairs, losses, exposed = [], set(), []
+    task = {"model": MODEL, "batch": 4, "steps": 3, "warmup": 1, "threads": 1}
+    with linked_hosts(2, rate) as hosts:
+        for i in range(repeats):
+            both = {}
+            for variant in ("stock", "memwall") if i % 2 == 0 else ("memwall", "stock"):
+                (run,) = run_ranks({**task, "variants": [variant]}, hosts)
+                both[variant] = median_step(run)
+                losses.add(tuple(run["losses"]))
+                exposed += [run["metrics"]["memwall/overlap/exposed_fraction"]] if run["metrics"] else []
+            pairs.append((both["stock"], both["memwall"]))
+            print(f"  {i + 1}/{repeats}: stock {both['stock']:.2f} s, lanes {both['memwall']:.2f} s", flush=True)
+    equal = "equal to the last digit" if len(losses) == 1 else f"{len(losses)} different loss curves"
+    how = f"2 ranks, 2 namespaces, {rate}, 19 M parameters, 1024 tokens a rank"
+    return [
+        ("lanes / stock: step time", "at most 0.75", compare(pairs), how),
+        ("lanes / stock: losses of every step", "equal", equal, f"{2 * repeats} runs of {task['steps'] + 1} steps"),
+        ("lanes: exposed communication", "-", f"{statistics.median(exposed):.2f} of the step", how),
+    ]
+
+
+def main() -> None:
+    """Measure, then print claimed | measured | how."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.bench_engine", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("figures", nargs="*", default=["off", "accounting", "link"],
+                        help="which figures: off, accounting, link (default: all)")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs for each figure (default 5)")
+    parser.add_argument("--rate", default="400mbit", help="rate of the link, in tc's words (default 400mbit)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.figures) - {"off", "accounting", "link"}:
+        parser.error(f"unknown figure {', '.join(sorted(unknown))}; choose from off, accounting, link")
+    if arguments.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    rows = []
+    for figure in arguments.figures:
+        print(f"measuring {figure} ...", flush=True)
+        measure = {"off": off, "accounting": accounting}.get(figure)
+        rows += measure(arguments.repeats) if measure else link(arguments.repeats, arguments.rate)
+    header = ("figure", "limit", "measured", "how")
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(4)]
+    for row in [header, *rows]:
+        print(" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if arguments.json:
+        arguments.json.write_text(json.dumps([dict(zip(header, row, strict=True)) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""One rank of a bench: trains the bench model under one or more strategies and writes what it measured.
+
+Run by ``recipes.bench_engine``; reads its task as JSON from the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset
+
+from memwall_strategy import MemwallStrategy, OverlapConfig, PoolConfig, ResilienceConfig
+
+from ..gpt.module import GPTModule
+from ..gpt.options import GPTOptions
+
+
+class RandomTokens(Dataset):
+    """Seeded random tokens: the bench measures time, not learning."""
+
+    def __init__(self, samples: int, length: int, vocabulary: int) -> None:
+        self._tokens = torch.randint(0, vocabulary, (samples, length), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._tokens[index]
+
+
+class StockModule(GPTModule):
+    """The same model, sharded by the user as the stock strategy asks for."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+
+class StepClock(L.Callback):
+    """Seconds of each optimizer step, from batch start to batch end, its loss and the process's peak memory."""
+
+    def __init__(self) -> None:
+        self.step_s: list[float] = []
+        self.losses: list[float] = []
+        self.accounting_s: list[float] = []
+        self._start = 0.0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        torch.distributed.barrier()  # both ranks measure the same step
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.step_s.append(time.perf_counter() - self._start)
+        self.losses.append(float(outputs["loss"]))
+
+
+def strategy_of(variant: str, options: dict[str, Any]) -> Any:
+    """The strategy of a variant of the bench."""
+    if variant == "stock":
+        world = int(os.environ["WORLD_SIZE"])
+        return L.strategies.ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+    off = {
+        "pool": PoolConfig(enabled=False),
+        "overlap": OverlapConfig(enabled=False),
+        "resilience": ResilienceConfig(enabled=False),
+    }
+    parts = {
+        "off": off,
+        "accounting": {**off, "pool": PoolConfig(enabled=True)},
+        "memwall": {"overlap": OverlapConfig(**options.get("overlap", {}))},
+    }
+    return MemwallStrategy(**parts[variant])
+
+
+def train(variant: str, task: dict[str, Any]) -> dict[str, Any]:
+    """Train ``task["steps"]`` steps and return what the clock saw; the first ``task["warmup"]`` are dropped."""
+    options = GPTOptions(**task["model"])
+    L.seed_everything(0, verbose=False)
+    kind = StockModule if variant == "stock" else GPTModule
+    module = kind(options, partial(torch.optim.AdamW, lr=1e-3, fused=True), constant)
+    total = task["steps"] + task["warmup"]
+    tokens = RandomTokens(total * task["batch"] * int(os.environ["WORLD_SIZE"]), options.context + 1, options.vocab)
+    clock = StepClock()
+    trainer = L.Trainer(
+        strategy=strategy_of(variant, task), accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
+        max_steps=total, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[clock],
+    )  # fmt: skip
+    reset_peak_memory()
+    trainer.fit(module, DataLoader(tokens, batch_size=task["batch"]))
+    figures = trainer.strategy.runtime.metrics() if variant != "stock" else {}
+    return {
+        "variant": variant,
+        "step_s": clock.step_s[task["warmup"] :],
+        "losses": clock.losses,
+        "peak_bytes": peak_memory_bytes(),
+        "metrics": figures,
+    }
+
+
+def constant(optimizer: torch.optim.Optimizer, total_steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """A constant learning rate."""
+    return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0, total_iters=total_steps)
+
+
+def reset_peak_memory() -> None:
+    """Start a new peak of this process's resident memory."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets VmHWM
+
+
+def peak_memory_bytes() -> int:
+    """Highest resident memory since the reset."""
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def main() -> None:
+    """Run the task's variants in order and write one JSON list."""
+    task = json.loads(sys.argv[1])
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(task["threads"])
+    results = [train(variant, task) for variant in task["variants"]]
+    if int(os.environ["RANK"]) == 0:
+        with open(task["result"], "w") as file:
+            json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()
