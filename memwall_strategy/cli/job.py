@@ -14,20 +14,18 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from memwall_strategy.cli.checkpoints import checkpoint_callbacks
 from memwall_strategy.cli.launch import Launch
-from memwall_strategy.cli.options import CheckpointsOptions
 from memwall_strategy.cli.planning import plan_run
 from memwall_strategy.cli.report import print_summary
 from memwall_strategy.cli.settings import Settings
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.lightning import MemwallStrategy
 from memwall_strategy.planner import Plan
-from memwall_strategy.recipes.text.cache import TokenFiles, ensure_tokens
-from memwall_strategy.telemetry import names
+from memwall_strategy.recipes.text.cache import TokenFiles
 from memwall_strategy.telemetry.callback import Telemetry
 from memwall_strategy.telemetry.csv_log import read_csv
 from memwall_strategy.telemetry.progress import StepProgress
@@ -38,7 +36,7 @@ _LOG_WIDTH = 120
 """Columns of what is printed where there is no terminal to ask."""
 
 
-def train(settings: Settings, part: Launch) -> dict[str, float]:
+def train(settings: Settings, part: Launch, tokens: TokenFiles | None) -> dict[str, float]:
     """Train, and return the run's figures (empty on ranks other than the first).
 
     Raises:
@@ -48,7 +46,6 @@ def train(settings: Settings, part: Launch) -> dict[str, float]:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _LOG_WIDTH
-    tokens = _read_text(settings, part, console)
     L.seed_everything(settings.run.seed, workers=True, verbose=False)
     plain = settings.plain
     optimizer, scheduler = _make(plain["optimizer"]), _make(plain["scheduler"])
@@ -63,6 +60,8 @@ def train(settings: Settings, part: Launch) -> dict[str, float]:
         part.folder.write_config(OmegaConf.to_yaml(plain))
         part.folder.write_plan(plan.to_json())
         part.folder.event("start", ranks=trainer.world_size, checkpoint=resume)
+        if tokens is not None:
+            console.print(_describe(tokens.meta))
         console.print(plan.table(), end="\n\n")
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume)
@@ -81,22 +80,16 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     # The text is mapped memory: workers are a choice (data.workers), not an omission.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty.*")  # a resumed run's
     # Lightning 2.6 asks torch's tree library in the old way, once a batch transfer.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
 
 
-def _read_text(settings: Settings, part: Launch, console: Console) -> TokenFiles | None:
-    if settings.text is None:
-        return None
-    start_s = time.perf_counter()
-    tokens = ensure_tokens(settings.text)
-    if part.is_first:
-        meta = tokens.meta
-        console.print(
-            f"text: {meta['source']} (Python {meta['python']}), {meta['train_tokens']:,} tokens to train on and "
-            f"{meta['val_tokens']:,} to validate, split {meta['split']}, ready in {time.perf_counter() - start_s:.1f} s"
-        )
-    return tokens
+def _describe(meta: dict[str, Any]) -> str:
+    return (
+        f"text: {meta['source']} (Python {meta['python']}), {meta['train_tokens']:,} tokens to train on and "
+        f"{meta['val_tokens']:,} to validate, split {meta['split']}"
+    )
 
 
 def _make(node: dict[str, Any], **more: Any) -> Any:
@@ -108,13 +101,11 @@ def _make(node: dict[str, Any], **more: Any) -> Any:
 
 
 def _trainer(settings: Settings, part: Launch, callbacks: list[L.Callback]) -> L.Trainer:
-    if settings.run.checkpoints.enabled:
-        callbacks.append(_checkpoints(settings.run.checkpoints, part))
     try:
         return L.Trainer(
             **asdict(settings.trainer),
             strategy=MemwallStrategy(settings.memwall),
-            callbacks=callbacks,
+            callbacks=[*callbacks, *checkpoint_callbacks(settings.run.checkpoints, part.folder)],
             logger=RunLog(part.folder),
             default_root_dir=part.folder.path,
             enable_checkpointing=settings.run.checkpoints.enabled,
@@ -123,19 +114,6 @@ def _trainer(settings: Settings, part: Launch, callbacks: list[L.Callback]) -> L
         )
     except MisconfigurationException as error:
         raise ConfigError(f"Lightning refuses these trainer options: {error}") from error
-
-
-def _checkpoints(options: CheckpointsOptions, part: Launch) -> ModelCheckpoint:
-    best = options.every_n_steps is None
-    return ModelCheckpoint(
-        dirpath=part.folder.checkpoints,
-        filename="step_{step}",
-        auto_insert_metric_name=False,
-        monitor=names.VAL_LOSS if best else None,
-        save_top_k=options.keep,
-        save_last=True,
-        every_n_train_steps=options.every_n_steps,
-    )
 
 
 def _summarize(

@@ -17,7 +17,7 @@ from memwall_strategy.cli.settings import Settings
 from memwall_strategy.core.errors import CheckpointError, ConfigError
 
 # Stdlib only, as everything here must be; asked through the runtime it would import torch.
-from memwall_strategy.engine.checkpoint.folder import find_last, resolve
+from memwall_strategy.engine.checkpoint.folder import find_last, resolve, verify
 from memwall_strategy.telemetry.run_folder import CHECKPOINTS, RunFolder, create_run_folder
 
 _CHOSEN = "MEMWALL_TRAIN_CHOSEN"
@@ -99,7 +99,7 @@ def find_checkpoint(settings: Settings) -> Path | None:
                 f"ckpt_path=last: there is no whole checkpoint in {where}/{CHECKPOINTS}. "
                 "Leave ckpt_path out to start afresh, or name one: ckpt_path=path/to/checkpoint."
             )
-        return max(found, key=lambda path: path.stat().st_mtime).resolve()
+        return max(found, key=lambda path: verify(path).created_s).resolve()
     try:
         return resolve(Path(wanted).expanduser()).resolve()
     except CheckpointError as error:

@@ -183,22 +183,21 @@ class PathsOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointsOptions:
-    """What is saved, and when. The last state of a run is always saved."""
+    """What is saved, and when. The state at the end of a run is always saved."""
 
     enabled: bool = True
     """false: save nothing."""
 
     every_n_steps: int | None = None
-    """Save every so many steps too. None: after each validation."""
+    """Write last.ckpt anew every so many steps. None: after each validation."""
 
-    keep: int = 1
-    """Most checkpoints kept beside the last: those with the lowest validation loss, or, with every_n_steps, the newest.
-    -1: all."""
+    keep_best: int = 1
+    """Most checkpoints kept beside the last: those with the lowest validation loss. 0: none; -1: all."""
 
     def __post_init__(self) -> None:
         if self.every_n_steps is not None:
             _whole_number("checkpoints.every_n_steps", self.every_n_steps, 1)
-        _whole_number("checkpoints.keep", self.keep, -1)
+        _whole_number("checkpoints.keep_best", self.keep_best, -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

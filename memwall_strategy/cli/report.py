@@ -47,9 +47,22 @@ def print_summary(
     if claims:
         console.print(_claims_table(claims))
     if measured:
-        console.print("highest bytes per rank, predicted | measured (rank 0):")
-        console.print(plan.beside(measured))
+        console.print(_memory_table(plan.kind_peaks, measured))
     console.print(f"\nrun folder: {folder}")
+
+
+def _memory_table(predicted: Mapping[str, Mapping[str, int]], measured: Mapping[str, Mapping[str, int]]) -> Table:
+    """The highest bytes of each kind in any phase; ``summary.json`` has them by phase."""
+    table = Table("highest bytes on rank 0", box=SIMPLE_HEAD)
+    for column in ("predicted", "measured", "difference"):
+        table.add_column(column, justify="right")
+    for kind in dict.fromkeys(str(kind) for kinds in predicted.values() for kind in kinds):
+        planned = max(kinds.get(kind, 0) for kinds in predicted.values())
+        seen = max((kinds[kind] for kinds in measured.values() if kind in kinds), default=None)
+        if planned or seen:
+            difference = f"{(planned - seen) / seen:+.1%}" if seen else ""
+            table.add_row(kind, format_size(planned), "not counted" if seen is None else format_size(seen), difference)
+    return table
 
 
 def _claims_table(claims: Sequence[Claim]) -> Table:

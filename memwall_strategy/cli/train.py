@@ -1,8 +1,8 @@
 """``memwall-train``: compose and check the run, then train it.
 
-The order of a run: the command line is composed and checked (no torch yet, no process yet), the run folder and the
-checkpoint are settled, the text is read into its cache, the plan is printed, Lightning starts the other ranks by
-running this command again, the model is trained, and the summary says what came of it.
+The order of a run: the command line is composed and checked, the text is read into its cache, the run folder and the
+checkpoint are settled (no torch so far), the plan is printed, Lightning starts the other ranks by running this command
+again, the model is trained, and the summary says what came of it.
 """
 
 from __future__ import annotations
@@ -64,10 +64,15 @@ def _run(overrides: Sequence[str], config_dir: Path | None, config_name: str) ->
     from memwall_strategy.cli.settings import check
 
     settings = check(compose_run(overrides, folder=config_dir or CONFIG_FOLDER, name=config_name))
+    tokens = None
+    if settings.text is not None:
+        from memwall_strategy.recipes.text.cache import ensure_tokens  # imports NumPy
+
+        tokens = ensure_tokens(settings.text)
     part = launch(settings)
     from memwall_strategy.cli.job import train  # imports torch and Lightning
 
-    train(settings, part)
+    train(settings, part, tokens)
 
 
 def _hand_to_hydra() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as L
 
+from memwall_strategy.core.block import Kind
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.telemetry import names
 
@@ -58,11 +59,14 @@ class Telemetry(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         """Take the account's peaks of the step before the runtime starts it anew for the next one."""
-        account = trainer.strategy.runtime.memory
-        if account is not None:
-            for phase, kinds in account.kind_peaks().items():
-                kept = self.peak_bytes.setdefault(str(phase), {})
-                for kind, size_bytes in kinds.items():
+        runtime = trainer.strategy.runtime
+        if runtime.memory is None:
+            return
+        deep = runtime.config.pool.deep_accounting
+        for phase, kinds in runtime.memory.kind_peaks().items():
+            kept = self.peak_bytes.setdefault(str(phase), {})
+            for kind, size_bytes in kinds.items():
+                if kind != Kind.ACTIVATION or deep:  # else it is not counted, which is not the same as none
                     kept[str(kind)] = max(size_bytes, kept.get(str(kind), 0))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -27,6 +27,7 @@ class StepProgress(L.Callback):
         self._telemetry, self._console, self._every = telemetry, console, every_n_steps
         self._bar: Progress | None = None
         self._seen_step = 0
+        self._began = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._seen_step = trainer.global_step
@@ -45,7 +46,7 @@ class StepProgress(L.Callback):
         step = trainer.global_step
         if step == self._seen_step or not trainer.is_global_zero:
             return
-        first, self._seen_step = self._seen_step == 0, step
+        first, self._began, self._seen_step = not self._began, True, step
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, description=self._figures(trainer))
         elif first or step % self._every == 0:

@@ -25,7 +25,6 @@ class RunLog(Logger):
         self._folder = folder
         self._csv = CsvLog(folder.metrics)
         self._row: dict[str, float] = {}
-        self._saved: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -53,11 +52,9 @@ class RunLog(Logger):
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Note each new checkpoint as an event."""
-        for path in (checkpoint_callback.best_model_path, checkpoint_callback.last_model_path):
-            if path and path not in self._saved:
-                self._saved.add(path)
-                self._folder.event("checkpoint", path=str(Path(path).name), step=self._row.get(STEP, 0))
+        """Note a checkpoint that a ``ModelCheckpoint`` saved."""
+        if checkpoint_callback.best_model_path:
+            self._folder.event("checkpoint", path=Path(checkpoint_callback.best_model_path).name)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

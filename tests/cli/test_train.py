@@ -1,0 +1,106 @@
+"""``memwall-train`` as a user starts it: two local processes, real text, one run folder; then resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memwall_strategy.telemetry import names
+from memwall_strategy.telemetry.csv_log import read_csv
+from tests.ranks import ROOT
+from tests.recipes.test_text import LIBRARY
+
+FILES = ",".join(
+    str(LIBRARY / f"{name}.py") for name in ("abc", "argparse", "ast", "cmd", "copy", "csv", "dis", "heapq")
+)
+TINY = (
+    "experiment=gpt_nano", f"data.files=[{FILES}]", "data.val_fraction=0.3", "data.seq_len=64", "data.batch_size=4",
+    "model.layers=2", "model.hidden=64", "model.heads=2", "trainer.limit_val_batches=2", "scheduler.warmup_steps=4",
+    "optimizer.lr=4e-3",
+)  # fmt: skip
+TIMEOUT_S = 150
+
+
+def memwall_train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in ``folder``; its ranks die with it when it takes too long."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "memwall_strategy.cli.train", *TINY, *overrides, f"paths.cache_dir={folder}/cache"],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"not done after {TIMEOUT_S} s:\n{out}\n{err}")
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def numbers(folder: Path, name: str) -> list[tuple[int, float]]:
+    return [(int(row["step"]), float(row[name])) for row in read_csv(folder / "metrics.csv")[1] if row.get(name)]
+
+
+def test_train_then_resume(tmp_path: Path) -> None:
+    done = memwall_train(tmp_path, "trainer.max_steps=30", "trainer.val_check_interval=12")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "runs" / "gpt_nano").iterdir()
+
+    out = done.stdout
+    for once in ("text: files", "memory plan:", "step 1/30 |", "step 20/30 |", f"run folder: {folder}"):
+        assert out.count(once) == 1, (once, out)  # one rank prints
+    assert re.search(
+        r"step 20/30 \| loss \d\.\d+ \| \d+\.\d+ s/step \| [\d,]+ tokens/s \| .*iB a rank \| MFU \d+% \|", out
+    )
+    assert "\r" not in out and "\x1b" not in out, "a log file gets no bar and no colours"
+    assert re.search(r"claim +claimed +measured", out) and re.search(r"param +\S+ KiB +\S+ KiB +\+0\.0%", out)
+
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "checkpoints", "config.yaml", "events.jsonl", "metrics.csv", "plan.json", "summary.json",
+    ]  # fmt: skip
+    losses = [loss for _, loss in numbers(folder, names.TRAIN_LOSS)]
+    assert len(losses) == 30 and losses[0] > 5.3
+    assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
+    assert [step for step, _ in numbers(folder, names.VAL_LOSS)] == [12, 24]
+    for name in (names.STEP_S, names.TOKENS_PER_S, names.DEVICE_BYTES, names.EXPOSED_S, names.EXPOSED_FRACTION):
+        assert [step for step, _ in numbers(folder, name)] == [*range(1, 31)], name
+    assert len(numbers(folder, names.MFU)) == 29, "known once the operations of a step were counted"
+
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["figures"]["train/loss_first"] == pytest.approx(losses[0])
+    assert summary["environment"]["ranks"] == 2 and summary["text"]["train_tokens"] > 10_000
+    assert len(summary["text"]["sha256"]) == 64
+    assert summary["claims"][0]["measured"] == summary["figures"]["run/wall_s"] > 0
+    plan = json.loads((folder / "plan.json").read_text())
+    for kind in ("param", "exp_avg", "exp_avg_sq"):
+        assert summary["memory"]["measured"]["step"][kind] == plan["resident"][kind] > 0, kind
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert (events[0]["event"], events[-1]["event"]) == ("start", "end")
+    assert {(e["path"], e.get("step")) for e in events if e["event"] == "checkpoint"} >= {
+        ("last.ckpt", 12),
+        ("last.ckpt", 24),
+        ("last.ckpt", 30),
+        ("best_step_12.ckpt", None),
+    }
+
+    resumed = memwall_train(
+        tmp_path, "ckpt_path=last", f"paths.run_folder={folder}", "trainer.max_steps=34", "trainer.val_check_interval=4"
+    )
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "step 31/34" in resumed.stdout
+    continued = numbers(folder, names.TRAIN_LOSS)
+    assert [step for step, _ in continued] == [*range(1, 35)], "each step once"
+    assert [loss for _, loss in continued[:30]] == losses
+    assert continued[30][1] < 0.85 * losses[0], "not from fresh weights"
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [e["checkpoint"] and Path(e["checkpoint"]).name for e in events if e["event"] == "start"] == [
+        None,
+        "last.ckpt",
+    ]
