@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -40,6 +41,11 @@ class FlopCount(TorchDispatchMode):
         elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
             self.flops += sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
         return out
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` wraps the module (it keeps what it wraps as ``_orig_mod``)."""
+    return hasattr(module, "_orig_mod")
 
 
 def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memwall_strategy.core.lane import LaneStats
-from memwall_strategy.engine.flops import FlopCount, measured_peak_flops
+from memwall_strategy.engine.flops import FlopCount, is_compiled, measured_peak_flops
 
 _COUNTED_STEP = 1
 """The second step of a run is counted: the first one also builds what is built lazily."""
@@ -35,7 +35,7 @@ class StepMeter:
 
     def look_at(self, model: nn.Module) -> None:
         """Compiled modules hide their operations: MFU is then left out."""
-        self._countable = not any(hasattr(module, "_orig_mod") for module in model.modules())
+        self._countable = not any(is_compiled(module) for module in model.modules())
 
     def begin(self, step: int) -> None:
         """Start the clock."""
