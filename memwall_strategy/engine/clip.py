@@ -1,8 +1,8 @@
 """Gradient clipping for models that are only partly sharded, or sharded over several meshes.
 
 ``torch.nn.utils.clip_grad_norm_`` puts all norms into one stack, which fails as soon as plain tensors and DTensors, or
-DTensors of two meshes, meet. Here the norm of each kind is taken by itself, with the same arithmetic as torch, and the
-few results are combined. With one mesh the result is torch's, bit for bit.
+DTensors of two meshes, meet. Here norms are summed over ranks separately for each kind, with the same arithmetic as
+torch, and then combined. With one mesh the result is torch's, bit for bit.
 """
 
 from __future__ import annotations
@@ -45,32 +45,29 @@ def total_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> to
         parameters: on one device; each rank must pass the same ones.
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
     """
-    norms = [_layout_norm(key, grads, float(norm_type)) for key, grads in _by_layout(parameters).items()]
+    norms = [_layout_norms(key, grads, float(norm_type)) for key, grads in _by_layout(parameters).items()]
     if not norms:
         return torch.tensor(0.0)
-    if len(norms) == 1:
-        return norms[0]
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), norm_type)
+    return torch.linalg.vector_norm(torch.cat([n.to(norms[0].device) for n in norms]), norm_type)
 
 
-def _layout_norm(key: _Key, gradients: list[torch.Tensor], p: float) -> torch.Tensor:
+def _layout_norms(key: _Key, gradients: list[torch.Tensor], p: float) -> torch.Tensor:
+    """Norm of each gradient over all ranks, in order; as torch does it, which sums each over ranks before combining."""
     mesh, placements = key
     filled = [g for g in gradients if g.numel()]  # a rank may hold no row of a small parameter
-    if filled:
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, p)), p)
-    else:
-        norm = torch.zeros((), dtype=torch.float32, device=gradients[0].device)
+    found = iter(torch._foreach_norm(filled, p) if filled else ())
+    norms = torch.stack([next(found) if g.numel() else g.new_zeros(()) for g in gradients])
     sharded = [mesh.get_group(i) for i, where in enumerate(placements) if not isinstance(where, Replicate)]
     if not sharded:
-        return norm
+        return norms
     if math.isinf(p):
         for group in sharded:
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
-        return norm
-    norm = norm.pow(p)
+            dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
+        return norms
+    norms = norms.pow(p)
     for group in sharded:
-        dist.all_reduce(norm, group=group)
-    return norm.pow(1.0 / p)
+        dist.all_reduce(norms, group=group)
+    return norms.pow(1.0 / p)
 
 
 @torch.no_grad()
