@@ -121,7 +121,7 @@ class TestReplacing:
 
     def test_failure_leaves_the_old_one(self, tmp_path, monkeypatch):
         make(tmp_path / "c", step=1)
-        monkeypatch.setattr(ShardedSave, "_commit", lambda self, results: open(tmp_path / "no" / "such"))
+        monkeypatch.setattr(ShardedSave, "_commit", lambda self, results: os.mkdir(tmp_path / "no" / "such"))
         with pytest.raises(CheckpointError, match="FileNotFoundError"):
             make(tmp_path / "c", step=2)
         assert verify(tmp_path / "c").marker.step == 1

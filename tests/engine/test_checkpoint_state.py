@@ -218,7 +218,8 @@ class TestOptimizer:
         Checkpointer(model, [optimizer]).load(tmp_path / "c")
         loaded = optimizer.state[model.weight]
         assert loaded["master"].dtype == torch.float32 and torch.equal(loaded["master"], saved["master"])
-        assert loaded["count"] == 3 and loaded["history"][0] is None and torch.equal(loaded["history"][1], torch.ones(2))
+        assert loaded["count"] == 3
+        assert loaded["history"][0] is None and torch.equal(loaded["history"][1], torch.ones(2))
         assert optimizer.state["run"] == {"seen": 4}
 
     def test_a_parameter_that_the_model_lacks_is_named(self):
@@ -469,6 +470,6 @@ class TestFormat:
     def test_a_type_that_safetensors_lacks_is_named(self, tmp_path):
         model = nn.Module()
         model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-        with pytest.raises(CheckpointError, match="phase has type torch.complex64"):
+        with pytest.raises(CheckpointError, match=r"phase has type torch\.complex64"):
             Checkpointer(model).export_safetensors(tmp_path / "a.safetensors")
         assert list(tmp_path.iterdir()) == []

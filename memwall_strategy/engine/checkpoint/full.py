@@ -39,6 +39,7 @@ def save_full(
     """Write one file in Lightning's ordinary layout (``state_dict``, ``optimizer_states``, the trainer's keys)."""
     what = f"Saving checkpoint {os.fspath(path)}"
     partial = start_partial(ranks, path, what, Partial.create_file)
+    ranks = ranks.undoing(partial.abandon)
     try:
         contents = ranks.agree(what, collect)
         rng = ranks.exchange(what, capture_rng, lambda states: [states] * len(states))

@@ -36,10 +36,11 @@ class Ranks:
     Args:
         group: the process group for the messages; None for a job of one rank.
         timeout_s: the group's timeout, for the text of errors.
+        undo: runs on the first rank when an exchange failed, before any rank raises.
     """
 
-    def __init__(self, group: ProcessGroup | None, timeout_s: float) -> None:
-        self.group, self.timeout_s = group, timeout_s
+    def __init__(self, group: ProcessGroup | None, timeout_s: float, undo: Callable[[], object] | None = None) -> None:
+        self.group, self.timeout_s, self.undo = group, timeout_s, undo
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.is_first = self.rank == 0
@@ -72,7 +73,7 @@ class Ranks:
                 else:
                     failed = {0: decision[1]}
             if failed:
-                replies = [(_FAILED, self._sentence(what, failed))] * self.world_size
+                replies = [(_FAILED, self._sentence(what, failed) + self._undone())] * self.world_size
         if self.group is None:
             reply = replies[0]
         else:
@@ -83,6 +84,10 @@ class Ranks:
         if reply[0] == _FAILED:
             raise CheckpointError(reply[1]) from cause
         return reply[1]
+
+    def undoing(self, undo: Callable[[], object]) -> Ranks:
+        """The same ranks, with something to undo on failure."""
+        return Ranks(self.group, self.timeout_s, undo)
 
     def agree(self, what: str, local: Callable[[], T]) -> T:
         """Run ``local`` on every rank and return this rank's result; raise on all when it fails on any."""
@@ -101,6 +106,12 @@ class Ranks:
         rank, text = min(failed.items())
         others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
         return f"{what} failed on rank {rank}{others}: {text}"
+
+    def _undone(self) -> str:
+        if self.undo is None:
+            return ""
+        (verdict, text), _ = _attempt(self.undo)
+        return f" Cleaning up failed too: {text}" if verdict == _FAILED else ""
 
     def _send(self, what: str, collective: Callable[[], None]) -> None:
         try:

@@ -45,10 +45,10 @@ class ShardedSave:
     """
 
     def __init__(self, ranks: Ranks, path: str | os.PathLike[str], step: int) -> None:
-        self.ranks, self.step = ranks, step
+        self.step, self.staged_bytes = step, 0
         self.what = f"Saving checkpoint {os.fspath(path)}"
-        self.staged_bytes = 0
         self._partial = start_partial(ranks, path, self.what, Partial.create_folder)
+        self.ranks = ranks.undoing(self._partial.abandon)
         self._writer = BlockWriter(self._partial.path, ranks.rank)
         self._planner = BlockSavePlanner({})
         self._metadata: Metadata | None = None
@@ -67,7 +67,7 @@ class ShardedSave:
             if stage:
                 self.ranks.agree(self.what, self._stage)
         except BaseException:
-            self.abandon()
+            self._partial.abandon()
             raise
 
     def finish(self) -> None:
@@ -75,12 +75,8 @@ class ShardedSave:
         try:
             self.ranks.exchange(self.what, self._write, self._commit)
         except BaseException:
-            self.abandon()
+            self._partial.abandon()
             raise
-
-    def abandon(self) -> None:
-        """Remove the new folder."""
-        self._partial.abandon()
 
     # -- every rank --
 

@@ -83,6 +83,7 @@ def export_safetensors(ranks: Ranks, path: str | os.PathLike[str], model: nn.Mod
     """Write the weights (persistent buffers included) as one safetensors file. Collective."""
     what = f"Exporting {os.fspath(path)}"
     partial = start_partial(ranks, path, what, Partial.create_file)
+    ranks = ranks.undoing(partial.abandon)
     stream: SafetensorsStream | None = None
     try:
         state = ranks.agree(what, lambda: collect_model(model))
