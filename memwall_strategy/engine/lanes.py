@@ -34,6 +34,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _get_gradient_divide_factors,
@@ -73,18 +74,26 @@ class _NoAccount:
         return None
 
 
-_Free = dict[tuple[int, ...], list[dist.ProcessGroup]]
+@dataclass(slots=True)
+class _Twins:
+    """Twins of the groups of certain ranks."""
+
+    count: int = 0
+    """How many were made."""
+    free: deque[dist.ProcessGroup] = field(default_factory=deque)
+    """Those that nobody uses at the moment, the longest-free first."""
+
+
+_Made = dict[tuple[int, ...], _Twins]
 
 
 class LaneGroups:
     """Twins of process groups: the same ranks, but a sequence of collectives of their own.
 
-    Twins are leased: ``close`` gives them back for the next model of this process, since torch derives a group's name
-    from its ranks and a group made again under an old name would meet the old one's addresses in the store. They end
-    with the default group.
+    Twins are leased: ``close`` gives them back for the next model of this process. They end with the default group.
     """
 
-    _free: ClassVar[WeakKeyDictionary[dist.ProcessGroup, _Free]] = WeakKeyDictionary()
+    _made: ClassVar[WeakKeyDictionary[dist.ProcessGroup, _Made]] = WeakKeyDictionary()
 
     def __init__(self) -> None:
         self._twins: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -93,19 +102,39 @@ class LaneGroups:
         """The twin of ``group``; made on first use, by its members alone, in the same order on each of them."""
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in self._twins:
-            free = self._free.setdefault(dist.group.WORLD, {}).setdefault(ranks, [])
-            self._twins[ranks] = free.pop(0) if free else dist.new_group(
-                list(ranks), backend=dist.get_backend(group), use_local_synchronization=True, group_desc="memwall_lane"
-            )  # fmt: skip
+            made = self._made.setdefault(dist.group.WORLD, {}).setdefault(ranks, _Twins())
+            if not made.free:
+                made.free.append(_new_group(group, f"{group.group_name}/memwall_lane_{made.count}"))
+                made.count += 1
+            self._twins[ranks] = made.free.popleft()
         return self._twins[ranks]
 
     def close(self) -> None:
         """Give the twins back. No collective may be in flight on them."""
         if dist.is_initialized():
-            free = self._free.setdefault(dist.group.WORLD, {})
+            made = self._made.get(dist.group.WORLD, {})
             for ranks, group in self._twins.items():
-                free.setdefault(ranks, []).append(group)
+                if ranks in made:  # otherwise the default group was made anew since, and the twins ended with the old
+                    made[ranks].free.append(group)
         self._twins.clear()
+
+
+def _new_group(like: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """A group of the same ranks, made by them alone, that meets under ``name``.
+
+    torch derives the name from the ranks and from the number of groups that the process has: a member that belongs to
+    more groups than another would wait for it under another name, for ever. So the private function that makes the
+    name, ``distributed_c10d._process_group_name``, is replaced while the group is made.
+    """
+    ranks = dist.get_process_group_ranks(like)
+    derive = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *unused, **named: name
+    try:
+        return dist.new_group(
+            ranks, backend=dist.get_backend(like), use_local_synchronization=True, group_desc="memwall_lane"
+        )
+    finally:
+        distributed_c10d._process_group_name = derive
 
 
 class LaneWork(dist.Work):
