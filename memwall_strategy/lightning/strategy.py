@@ -29,6 +29,7 @@ from memwall_strategy.engine.lightning_bridge import (
     trainer_package_of,
     unwrap_optimizer,
 )
+from memwall_strategy.engine.processes import die_with_parent
 from memwall_strategy.engine.sharding import is_sharded
 from memwall_strategy.engine.sync_norm import synchronize_batch_norms
 from memwall_strategy.lightning.checkpoints import CheckpointMethods
@@ -38,6 +39,9 @@ from memwall_strategy.runtime import Runtime
 
 _OUTSIDE_FORWARD = "mixed torch.Tensor and DTensor"
 """What torch says when a sharded weight meets a plain tensor: a weight was used outside its module's forward."""
+
+_SEE_GRADIENTS = ("on_before_backward", "on_after_backward", "on_train_batch_end", "on_train_batch_start")
+"""Hooks that run between the backward of one micro-batch and that of the next."""
 
 
 class StrategyMethods(CheckpointMethods, ModelParallelSeams):
@@ -178,24 +182,22 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
             yield
 
     def _gradients_observed(self) -> bool:
-        """Whether anybody's hook may look at gradients after a backward that no optimizer step follows.
+        """Whether anybody may look at gradients after a backward that no optimizer step follows.
 
-        Lightning's own callbacks look at none.
+        Manual optimization may at once. Lightning's own callbacks look at none, unless they were given a hook.
         """
-        trainer = self.lightning_module.trainer
-        package = trainer_package_of(trainer)
-        module_hooks = import_module(f"{package}.core.hooks").ModelHooks
-        callback_hooks = import_module(f"{package}.callbacks").Callback
+        module = self.lightning_module
+        package = trainer_package_of(module.trainer)
+        module_type = import_module(f"{package}.core.module").LightningModule
+        callback_type = import_module(f"{package}.callbacks").Callback
         known = (f"{package}.", "memwall_strategy.")
-        watchers = [(type(self.lightning_module), module_hooks)] + [
-            (type(callback), callback_hooks)
-            for callback in trainer.callbacks
-            if not f"{type(callback).__module__}.".startswith(known)
-        ]
-        return any(
-            getattr(watcher, hook) is not getattr(base, hook)
-            for watcher, base in watchers
-            for hook in ("on_after_backward", "on_train_batch_end", "on_train_batch_start")
+        return (
+            not module.automatic_optimization
+            or _overrides(module, module_type, (*_SEE_GRADIENTS, "backward"))
+            or any(
+                _overrides(each, callback_type, _SEE_GRADIENTS, own_class=not _module_of(each).startswith(known))
+                for each in module.trainer.callbacks
+            )
         )
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -216,11 +218,23 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         self.stop_checkpoints(failed=self._failed)
         if self.runtime is not None:
             self.runtime.close()
+        die_with_parent(False)  # whatever the script does next need not end with rank 0
         super().teardown()
 
     def raw_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers without Lightning's wrappers."""
         return [unwrap_optimizer(optimizer) for optimizer in self.optimizers]
+
+
+def _module_of(item: object) -> str:
+    return f"{type(item).__module__}."
+
+
+def _overrides(item: object, base: type, hooks: tuple[str, ...], *, own_class: bool = True) -> bool:
+    """Whether ``item`` has a hook of its own: on the instance, or from its class where ``own_class`` says to look."""
+    return any(
+        hook in vars(item) or (own_class and getattr(type(item), hook) is not getattr(base, hook)) for hook in hooks
+    )
 
 
 @contextmanager
