@@ -17,6 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.engine.processes import die_with_parent, is_interactive, is_launched_child
+
 TRAINER_PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 FABRIC_PACKAGES = {"lightning.fabric": "lightning.fabric", "lightning_fabric": "lightning_fabric"}
 
@@ -121,8 +124,17 @@ class ModelParallelSeams:
 
     def _configure_launcher(self) -> None:
         # Called at the end of the connector's set-up, when devices and nodes are known and nothing has started yet.
-        self.check_world(self.num_processes * self.num_nodes)
-        super()._configure_launcher()
+        world = self.num_processes * self.num_nodes
+        self.check_world(world)
+        if is_launched_child():
+            die_with_parent(True)
+        if not is_interactive():
+            super()._configure_launcher()
+        elif world > 1 and not self.cluster_environment.creates_processes_externally:
+            raise ConfigError(
+                f"devices={self.num_processes} in a notebook: every rank runs the script that made the trainer, and a "
+                "notebook has none. Put the code into a script and run it, or use devices=1 here."
+            )
 
     def _get_process_group_backend(self) -> str:
         return self._process_group_backend or self.group_backend()

@@ -101,6 +101,23 @@ def unit_class_names(model: nn.Module) -> tuple[str, ...]:
     return () if best is None else (best[1],)
 
 
+def recomputes_itself(model: nn.Module) -> bool:
+    """Whether a Hugging Face model recomputes activations by its own ``gradient_checkpointing``.
+
+    Raises:
+        ConfigError: it does so in the reentrant way, whose recomputation runs outside FSDP2's hooks.
+    """
+    own = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
+    for module in own:
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ConfigError(
+                f"{type(module).__name__} uses reentrant gradient checkpointing, which sharded weights do not survive. "
+                "Write gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})."
+            )
+    return bool(own)
+
+
 def _outermost(model: nn.Module, class_names: set[str]) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()

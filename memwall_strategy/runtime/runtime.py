@@ -34,6 +34,7 @@ from memwall_strategy.engine.memory import MemoryAccount, available_device_bytes
 from memwall_strategy.engine.precision import canonical_precision, compute_dtype
 from memwall_strategy.engine.reset import reset_aborted_step
 from memwall_strategy.engine.sharding import describe_units, is_sharded, set_prefetch, shard_model
+from memwall_strategy.engine.units import recomputes_itself
 from memwall_strategy.runtime.meter import StepMeter
 
 
@@ -53,6 +54,7 @@ class Runtime:
         lanes: name -> Lane; empty where communication is the engine's own.
         memory: the account of live bytes; None with ``pool.enabled=false``.
         steps: optimizer steps that ended.
+        recomputes_itself: the model brings its own activation checkpointing (Hugging Face).
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Runtime:
         self.memory: MemoryAccount | None = None
         self.budget_bytes: int | None = None
         self.steps = 0
+        self.recomputes_itself = False
         self._fsdp_lanes: FsdpLanes | None = None
         self._roots: list[nn.Module] = []
         self._meter = StepMeter(self.device, compute_dtype(self.precision), world=mesh.size())
@@ -93,6 +96,7 @@ class Runtime:
         """
         if self.config.pool.enabled:
             self.budget_bytes = device_budget_bytes(self.config, self.device)
+        self.recomputes_itself = recomputes_itself(model)
         if not is_sharded(model):
             shard_model(model, self.mesh, precision=self.precision, unit_classes=self.config.unit_classes, split=split)
         self.model = model
