@@ -64,16 +64,20 @@ class GroupCounter:
     def __init__(self, group: FSDPParamGroup, book: Book, refresh: Callable[[], None], gathered_ids: set[int]) -> None:
         self.group, self._book, self._refresh, self._gathered_ids = group, book, refresh, gathered_ids
         self._gathered_bytes = 0
+        self._full_bytes: int | None = None
+        self._casts: list[tuple[int, int]] | None = None
+        self._all_casts_bytes = 0
+        self._whole: list[nn.Parameter] = []
         self._active = True
         self._last_output: tuple[Any, int, torch.dtype] | None = None
         self._wraps = [
             self._wrap(group, "unshard", self._unshard),
             self._wrap(group, "_to_unsharded", self._to_unsharded),
             self._wrap(group, "_to_sharded", self._to_sharded),
-            self._wrap(group, "_to_sharded_post_forward", self._to_sharded),
+            self._wrap(group, "_to_sharded_post_forward", self._to_sharded_post_forward),
             self._wrap(group, "post_backward", self._post_backward),
         ]
-        self._measure_gathered()
+        self.measure_gathered()
 
     def remove(self) -> None:
         """Give the group its methods back, and forget its gathered weights."""
@@ -113,30 +117,53 @@ class GroupCounter:
 
     def track_whole_gradients(self) -> None:
         """Look at the gradients that backward accumulated on the gathered weights."""
-        for param in self.group.fsdp_params:
-            whole = getattr(param, "_unsharded_param", None)
-            if whole is not None and whole.grad is not None:
-                self._book.track(whole.grad, Kind.GRAD)
+        track = self._book.track_gradient
+        for whole in self._whole:
+            if (gradient := whole.grad) is not None:
+                track(gradient)
 
     def track_gradients(self) -> None:
         """Look at every gradient that the group has, whole and sharded."""
-        book = self._book
         self.track_whole_gradients()
         for param in self.group.fsdp_params:
-            if param.unsharded_accumulated_grad is not None:
-                book.track(param.unsharded_accumulated_grad, Kind.GRAD)
+            if (gradient := param.unsharded_accumulated_grad) is not None:
+                self._book.track_gradient(gradient)
             if (gradient := param.sharded_param.grad) is not None:
-                book.track(gradient, Kind.GRAD)
+                self._book.track_gradient(gradient)
         if self.group._partial_reduce_output is not None:
-            book.track(self.group._partial_reduce_output, Kind.GRAD)
+            self._book.track_gradient(self.group._partial_reduce_output)
 
-    def _measure_gathered(self) -> None:
-        nbytes = 0
+    def _track_reduced(self) -> None:
+        """After a reduction: new sharded gradients are views of one storage, so the first that is there stands for all.
+
+        The look over all gradients at the end of the backward finds what differs from that.
+        """
+        if not self.group.reduce_grads:
+            self.track_gradients()
+            return
+        if self.group._partial_reduce_output is not None:
+            self._book.track_gradient(self.group._partial_reduce_output)
         for param in self.group.fsdp_params:
+            if (gradient := param.sharded_param.grad) is not None:
+                self._book.track_gradient(gradient)
+                return
+
+    def measure_gathered(self) -> None:
+        """Read the sizes of the storages of the gathered weights."""
+        nbytes = 0
+        self._casts = None
+        self._whole = [w for p in self.group.fsdp_params if (w := getattr(p, "_unsharded_param", None)) is not None]
+        inner_tensors = False
+        for param in self.group.fsdp_params:
+            inner_tensors = inner_tensors or bool(param._unsharded_inner_tensors)
             for tensor in _gathered_tensors(param):
                 storage = tensor.untyped_storage()
                 nbytes += storage.nbytes()
                 self._gathered_ids.add(id(storage))
+        self._full_bytes = None if inner_tensors else nbytes or None
+        self._set_gathered(nbytes)
+
+    def _set_gathered(self, nbytes: int) -> None:
         if change := nbytes - self._gathered_bytes:
             (self._book.add if change > 0 else self._book.remove)(Kind.GATHERED, abs(change))
             self._gathered_bytes = nbytes
@@ -150,48 +177,65 @@ class GroupCounter:
         if result is None or result is before:
             return
         self._book.track(result.all_gather_output, Kind.COMM)
-        if result.all_gather_output.numel() and (cast := sum(s for _, s in self._casts())):
-            self._book.brief({Kind.COMM: cast})  # the copies in the dtype of the compute lived until just now
+        cast_bytes = self._cast_bytes()
+        if cast_bytes and result.all_gather_output.numel():
+            self._book.brief({Kind.COMM: cast_bytes})  # the copies in the dtype of the compute lived until just now
 
     def _to_unsharded(self, inner: Callable[..., Any]) -> None:
         if self.group._training_state != TrainingState.FORWARD:
             self._refresh()
+        was = self.group.is_unsharded
         inner()
-        if not self._gathered_bytes:
-            self._measure_gathered()
-            if (
-                self.group._all_gather_result is not None
-                and not self.group._all_gather_result.all_gather_output.numel()
-            ):
-                self._brief_single_rank_cast()
+        if was:
+            return
+        if self._full_bytes is None:
+            self.measure_gathered()  # the first time, and where extensions may change the sizes
+        else:
+            self._set_gathered(self._full_bytes)
+        result = self.group._all_gather_result
+        if self._cast_bytes() and result is not None and not result.all_gather_output.numel():
+            self._brief_single_rank_cast()
 
     def _to_sharded(self, inner: Callable[..., Any]) -> None:
         inner()
-        if self._gathered_bytes:
-            self._measure_gathered()
+        self._set_gathered(0)
+
+    def _to_sharded_post_forward(self, inner: Callable[..., Any]) -> None:
+        inner()
+        full_bytes = self._full_bytes
+        self.measure_gathered()
+        self._full_bytes = full_bytes
 
     def _post_backward(self, inner: Callable[..., Any], *args: Any) -> None:
         self._refresh()
         if not self.is_gathered:
             self.track_whole_gradients()
         self._watch_reduce_comm()
+        if not self._converts():
+            inner(*args)
+            self._track_reduced()
+            return
         self._last_output = None
         adds = any(param.sharded_param.grad is not None for param in self.group.fsdp_params)
         partial = self.group._partial_reduce_output
         partial_bytes = 0 if partial is None else partial.nbytes
         del partial  # dropped by the reduction if it is the last one
         inner(*args)
-        self.track_gradients()
+        self._track_reduced()
         if self.group._partial_reduce_output is not None:
             partial_bytes = 0
         self._brief_reduction_cast(adds, partial_bytes)
+
+    def _converts(self) -> bool:
+        """Whether the dtype of a gradient may change between backward and the sharded gradient."""
+        return self.group._reduce_dtype is not None or self._cast_bytes() > 0
 
     # -- buffers --
 
     def _watch_reduce_comm(self) -> None:
         comm = self.group._reduce_scatter_comm
         # Others' comms book their own buffers. A comm that was set since the last backward is met here.
-        if not type(comm).__module__.startswith("torch.") or "allocate" in vars(comm):
+        if "allocate" in vars(comm) or not type(comm).__module__.startswith("torch."):
             return
 
         def allocate(inner: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -219,19 +263,27 @@ class GroupCounter:
         converted_bytes = nbytes // dtype.itemsize * wanted.itemsize if adds else 0
         self._book.brief({Kind.COMM: output_bytes, Kind.GRAD: converted_bytes + partial_bytes})
 
-    def _casts(self) -> list[tuple[int, int]]:
+    def _conversions(self) -> list[tuple[int, int]]:
         """Per parameter: bytes of this rank's piece as gathered, and of its converted copy (0 where none is made)."""
-        sizes = []
-        for param in self.group.fsdp_params:
-            dtype = param.param_dtype or param.sharded_param.dtype
-            nbytes = param.padded_sharded_param_size.numel() * dtype.itemsize
-            sizes.append((nbytes, nbytes if param.param_dtype is not None else 0))
-        return sizes
+        if self._casts is None:
+            self._casts = []
+            for param in self.group.fsdp_params:
+                dtype = param.param_dtype or param.sharded_param.dtype
+                nbytes = param.padded_sharded_param_size.numel() * dtype.itemsize
+                self._casts.append((nbytes, nbytes if param.param_dtype is not None else 0))
+            self._all_casts_bytes = sum(cast for _, cast in self._casts)
+        return self._casts
+
+    def _cast_bytes(self) -> int:
+        """Bytes of all converted copies."""
+        if self._casts is None:
+            self._conversions()
+        return self._all_casts_bytes
 
     def _brief_single_rank_cast(self) -> None:
         """On one rank each parameter is converted, then copied; a copy is dropped when the next one is made."""
         copied = previous = highest = 0
-        for gathered, cast in self._casts():
+        for gathered, cast in self._conversions():
             highest = max(highest, copied + previous + cast, copied + gathered + cast)
             copied, previous = copied + gathered, cast
         if highest > self._gathered_bytes:

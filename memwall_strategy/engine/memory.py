@@ -127,7 +127,7 @@ class MemoryAccount:
     def _enter(self, phase: Phase) -> Phase:
         if self._book.phase == Phase.BACKWARD and phase != Phase.BACKWARD:
             self._see_gradients()  # lanes put them in place at the end of the backward
-        if self._book.stale or self._on_meta:
+        if self._on_meta or self._book.is_stale():
             self.refresh()
         return self._book.enter(phase)
 
@@ -198,6 +198,7 @@ class MemoryAccount:
         found: set[int] = set()
         managed = {id(p) for group in self._counter.groups for p in group.managed()}
         for group in self._counter.groups:
+            group.measure_gathered()
             for data in group.sharded_data():
                 self._count(data, Kind.PARAM, found)
         plain = [p for p in self._model.parameters() if id(p) not in managed]
@@ -237,7 +238,7 @@ class MemoryAccount:
             group.track_gradients()
         for parameter in self._plain:
             if parameter.grad is not None:
-                self._book.track(parameter.grad, Kind.GRAD)
+                self._book.track_gradient(parameter.grad)
         self._gradients_seen = True
 
     # -- hooks --
@@ -256,7 +257,7 @@ class MemoryAccount:
 
     def _after_gradient(self, parameter: nn.Parameter) -> None:
         if parameter.grad is not None:
-            self._book.track(parameter.grad, Kind.GRAD)
+            self._book.track_gradient(parameter.grad)
 
     def _before_optimizer(self, *_: Any) -> None:
         if not self._gradients_seen:
@@ -264,7 +265,7 @@ class MemoryAccount:
 
     def _after_optimizer(self, *_: Any) -> None:
         self._gradients_seen = False
-        if self._book.stale or self._on_meta or self._state_sizes != self._measure_states():
+        if self._on_meta or self._book.is_stale() or self._state_sizes != self._measure_states():
             self.refresh()
 
 

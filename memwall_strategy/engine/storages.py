@@ -46,8 +46,7 @@ class Book:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stale = False
-        """Set when a weight, buffer or optimizer state was freed: something else may have taken its place."""
+        self._stale = False
         self._lock = threading.Lock()
         self._live: dict[str, int] = {}
         self._total = 0
@@ -98,10 +97,22 @@ class Book:
         Returns:
             A weak reference to the (last) storage, or None where there is nothing to count on this device.
         """
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            return self._track(tensor.untyped_storage(), kind)
         ref = None
         for storage in storages(tensor):
             ref = self._track(storage, kind)
         return ref
+
+    def track_gradient(self, gradient: torch.Tensor) -> None:
+        """``track`` for what is looked at again and again: a gradient that is counted already costs next to nothing."""
+        local = getattr(gradient, "_local_tensor", gradient) if type(gradient) is not torch.Tensor else gradient
+        if local.layout is torch.strided:
+            storage = local.untyped_storage()
+            ref = self._held.get(id(storage))
+            if ref is not None and ref.kind == Kind.GRAD and ref() is storage:
+                return
+        self.track(gradient, Kind.GRAD)
 
     def _track(self, storage: torch.UntypedStorage, kind: str) -> weakref.ref | None:
         nbytes = storage.nbytes()
@@ -131,7 +142,7 @@ class Book:
                 if ref.kind in kinds and key not in found:
                     del self._held[key]
                     self._change(ref.kind, -ref.nbytes)
-            self.stale = False
+            self._stale = False
 
     def forget(self) -> None:
         """Stop counting every storage and forget the peaks; what was booked with ``add`` stays."""
@@ -144,7 +155,7 @@ class Book:
             self._held.clear()
             self._saved.clear()
             self._saved_refs.clear()
-            self.stale = False
+            self._stale = False
         self.reset_peaks()
 
     def save(self, holder: object, tensor: torch.Tensor, skip: set[int]) -> None:
@@ -187,6 +198,12 @@ class Book:
         """The present phase."""
         return self._phase
 
+    def is_stale(self) -> bool:
+        """Whether a weight, buffer or optimizer state was freed since ``keep_only``: another may have its place."""
+        with self._lock:
+            self._collect()
+            return self._stale
+
     def live(self) -> dict[str, int]:
         """Live bytes per kind."""
         with self._lock:
@@ -226,7 +243,7 @@ class Book:
                 if self._held.get(ref.key) is ref:  # not dropped before, and not a new storage at the same address
                     del self._held[ref.key]
                     self._change(ref.kind, -ref.nbytes)
-                    self.stale = self.stale or ref.kind in WALKED_KINDS
+                    self._stale = self._stale or ref.kind in WALKED_KINDS
                 continue
             self._saved_refs.discard(ref)
             for key in ref.keys:

@@ -1,0 +1,63 @@
+"""How much memory a rank may count on, from control groups of both versions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.engine import capacity
+from memwall_strategy.engine.capacity import available_device_bytes, cgroup_limits
+
+MIB = 1 << 20
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_version_2_takes_every_level(tmp_path):
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text("0::/machine/job\n")
+    write(root / "cgroup.controllers", "memory")
+    write(root / "machine/job/memory.max", "max\n")
+    write(root / "machine/memory.max", f"{512 * MIB}\n")
+    write(root / "memory.max", f"{900 * MIB}\n")
+    assert sorted(cgroup_limits(proc, root)) == [512 * MIB, 900 * MIB]
+
+
+def test_version_1_in_a_container(tmp_path):
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text("5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n")
+    write(root / "memory/memory.limit_in_bytes", f"{256 * MIB}\n")  # its own group is the mount's root
+    assert cgroup_limits(proc, root) == [256 * MIB]
+
+
+def test_no_limits(tmp_path):
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    assert cgroup_limits(proc, root) == []
+    proc.write_text("0::/\n")
+    assert cgroup_limits(proc, root) == []
+
+
+def test_the_smallest_limit_is_shared_among_local_ranks(tmp_path, monkeypatch):
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    proc.write_text("0::/\n")
+    write(root / "cgroup.controllers", "memory")
+    write(root / "memory.max", f"{64 * MIB}\n")
+    monkeypatch.setattr(capacity, "cgroup_limits", lambda: cgroup_limits(proc, root))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert available_device_bytes("cpu") == 64 * MIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert available_device_bytes(torch.device("cpu")) == 16 * MIB
+
+
+def test_this_machine_has_memory(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert available_device_bytes() > 64 * MIB
+
+
+def test_an_unknown_device():
+    with pytest.raises(ConfigError, match="not of device 'meta'"):
+        available_device_bytes("meta")
