@@ -29,6 +29,7 @@ from memwall_strategy.core.pillar import Pillar
 from memwall_strategy.core.unit import Unit
 from memwall_strategy.engine.clip import clip_grad_norm, clip_grad_value
 from memwall_strategy.engine.fsdp import fsdp_roots
+from memwall_strategy.engine.inference import gather_outside_inference_mode
 from memwall_strategy.engine.lanes import FsdpLanes
 from memwall_strategy.engine.memory import MemoryAccount, available_device_bytes
 from memwall_strategy.engine.precision import canonical_precision, compute_dtype
@@ -102,6 +103,7 @@ class Runtime:
         self.model = model
         self.units = describe_units(model)
         self._roots = fsdp_roots(model)
+        gather_outside_inference_mode(model)
         if self.config.pool.enabled:
             self.memory = MemoryAccount(self.device, deep=self.config.pool.deep_accounting)
         self._start_overlap()
