@@ -89,12 +89,6 @@ def init_root(module: nn.Module) -> None:
     fsdp_state(module)._lazy_init()
 
 
-def set_unshard_async(module: nn.Module, enabled: bool) -> None:
-    """Gather with ``async_op=True`` so that a custom all-gather may return before the data is there."""
-    for group in state_groups(fsdp_state(module)):
-        group.unshard_async_op = enabled
-
-
 def group_name(group: FSDPParamGroup, names: dict[nn.Module, str]) -> str:
     """Fully qualified name of the module(s) that the group belongs to."""
     return ", ".join(names.get(module, type(module).__name__) or "root" for module in group.modules)

@@ -57,7 +57,6 @@ from memwall_strategy.engine.fsdp import (
     group_name,
     local_tensor,
     reduce_scatter_single,
-    set_unshard_async,
     state_groups,
     trainable,
 )
@@ -267,7 +266,9 @@ class GradientReducer:
             for param in group.fsdp_params:
                 param.to_accumulated_grad_if_needed()
             return
-        params, gradients, present = _take_gradients(group, used)
+        # A sum of earlier micro-batches waits for the replicas, though this micro-batch may have skipped the unit.
+        rests = group in self._partial_present and group.all_reduce_grads
+        params, gradients, present = _take_gradients(group, used or rests)
         if group.reshard_after_backward:
             group.reshard()
         if params:
@@ -285,6 +286,10 @@ class GradientReducer:
         )
         world = shard_group.size() if shard_group is not None else 1
         dtypes = {gradient.dtype for gradient in gradients}
+        if len(dtypes) > 1 and group._reduce_dtype is not None:
+            # Sums over micro-batches that were not reduced rest in the reduce dtype, a first gradient does not.
+            gradients[:] = [gradient.to(group._reduce_dtype) for gradient in gradients]
+            dtypes = {group._reduce_dtype}
         if len(dtypes) != 1:
             raise MemwallError(
                 f"gradients of unit {group_name(group, self._names)!r} have several dtypes: "
@@ -323,15 +328,16 @@ class GradientReducer:
     ) -> None:
         group, flat = item.group, box.pop()  # the closure must not keep the buffer: it is freed on return
         before, after, shard_op, replica_op = factors
-        world = shard_group.size() if shard_group is not None else 1
         with torch.no_grad():
-            if world > 1:
-                if before is not None and before != 1:
-                    flat.div_(before)
-                output = flat.new_empty(flat.numel() // world)
+            if before is not None and before != 1:
+                flat.div_(before)
+            if shard_group is not None and shard_group.size() > 1:
+                output = flat.new_empty(flat.numel() // shard_group.size())
                 _reduce_scatter(output, flat, shard_op, shard_group)
             else:
-                output = flat if group.gradient_divide_factor is None else flat / group.gradient_divide_factor
+                output = flat
+                if after is None and group.gradient_divide_factor is not None:  # the collective would have divided
+                    output = flat / group.gradient_divide_factor
                 self._account.track(output, Kind.COMM)
             del flat
             if replica_group is not None:
@@ -343,7 +349,7 @@ class GradientReducer:
                 dist.all_reduce(output, op=replica_op, group=replica_group)
             if group._all_reduce_hook is not None:
                 group._all_reduce_hook(output)
-            if after is not None and after != 1 and (world > 1 or replica_group is not None):
+            if after is not None and after != 1:
                 output.div_(after)
             item.output = output.to(group._orig_dtype)
 
@@ -365,7 +371,16 @@ class GradientReducer:
         self._undecided.append(item)
 
     def finish(self) -> None:
-        """Wait for every reduction and put its gradient in place. Runs on the training thread."""
+        """Wait for every reduction and put its gradient in place. Runs on the training thread.
+
+        What still waits for the replicas is sent: the last micro-batch may not have reached its root.
+        """
+        for group in list(self._partial_present):
+            if group.all_reduce_grads and group.reduce_grads:
+                self._submit(group, *_take_gradients(group, used=True))
+        self._finish_all()
+
+    def _finish_all(self) -> None:
         # Queued behind the reductions, so that its latency hides behind theirs.
         exchanges = self._exchange_presence([*self._undecided, *(i for i in self._pending if i.complete)])
         while self._pending:
@@ -405,7 +420,7 @@ class GradientReducer:
     def _end_of_backward(self, state: FSDPState, original) -> None:
         original()
         if not self._held:
-            self.finish()
+            self._finish_all()
 
     def abort(self) -> None:
         """Drop every reduction in flight. The lane must be at rest or failing; partial sums are dropped too."""
@@ -527,6 +542,7 @@ class FsdpLanes:
         self.reduce = Lane("reduce", capacity=capacity, timeout_s=timeout_s, record_spans=trace)
         self.reducer = GradientReducer(model, self.reduce, buffers=reduce_buffers, account=account)
         self._gather_groups = LaneGroups()
+        self._replaced: list[tuple[FSDPParamGroup, AllGather, bool]] = []
         names = {module: name for name, module in model.named_modules()}
         for state in fsdp_states(model):
             for group in state_groups(state):
@@ -534,10 +550,9 @@ class FsdpLanes:
                     self._gather_groups.twin(group.mesh_info.shard_process_group)
                 if isinstance(group.post_forward_mesh_info, FSDPMeshInfo):
                     self._gather_groups.twin(group.post_forward_mesh_info.shard_process_group)
+                self._replaced.append((group, group._all_gather_comm, group.unshard_async_op))
                 group._all_gather_comm = LaneAllGather(group_name(group, names), self.gather, self._gather_groups)
-        for module in model.modules():
-            if hasattr(module, "set_modules_to_forward_prefetch"):
-                set_unshard_async(module, True)
+                group.unshard_async_op = True  # so that the comm may return before the data is there
         self.reducer.install()
 
     def rest(self) -> None:
@@ -553,5 +568,8 @@ class FsdpLanes:
         """End threads and process groups; the model is plain FSDP2 again."""
         for lane in (self.gather, self.reduce):
             lane.close()
+        for group, comm, asynchronous in self._replaced:
+            group._all_gather_comm, group.unshard_async_op = comm, asynchronous
+        self._replaced.clear()
         self.reducer.uninstall()
         self._gather_groups.close()
