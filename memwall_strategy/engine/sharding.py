@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.core.unit import Unit
 from memwall_strategy.engine.fsdp import fsdp_groups, fsdp_roots, group_name, init_root, trainable
+from memwall_strategy.engine.fresh import keep_fresh
 from memwall_strategy.engine.precision import (
     convert_weights,
     keeps_statistics,
@@ -114,6 +115,7 @@ def shard_model(
         for method in STEP_METHODS:
             register_fsdp_forward_method(model, method)
         init_root(model)
+    keep_fresh(model)
     return plan
 
 

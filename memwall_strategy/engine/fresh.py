@@ -1,0 +1,116 @@
+"""No forward uses weights that were gathered for an earlier one.
+
+FSDP2 keeps gathered weights beyond a forward in three cases, and its next forward takes them as they are:
+
+- what the root holds stays whole from a forward to its backward; without a backward (evaluation) it stays for good, and
+  ``model.parameters()`` returns the whole tensors, so that an edit or a copy of "the weights" misses the sharded ones;
+- a unit that was prefetched, by module order, but did not run (a skipped or reordered block) stays gathered;
+- the same holds for a forward with gradients whose backward never came.
+
+Training alone never notices. A callback that evaluates with averaged weights and puts the others back does: its next
+training step computes with a mixture. Here whole weights go when a forward without gradients ends, and what an earlier
+forward left is dropped when a new one starts. What the user gathered (``module.unshard()``), or asked to keep
+(``set_reshard_after_backward(False)``), stays.
+
+Two more traps of the same hooks are mended here. Weights gathered in inference mode would be inference tensors for good,
+which no later training step may touch: gathers leave inference mode. And a unit that was frozen as a whole when FSDP2
+first looked has no dtypes for its gradients once it is thawed: they are looked up then.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import is_bw  # whether autograd is running a backward
+
+from memwall_strategy.engine.fsdp import (
+    FSDPParamGroup,
+    FSDPState,
+    TrainingState,
+    fsdp_states,
+    state_groups,
+    trainable,
+)
+
+
+def keep_fresh(model: nn.Module) -> None:
+    """Watch every forward of a sharded model. Idempotent.
+
+    Relies on hooks of the module calling these on the instance: ``FSDPState._root_pre_forward`` before every forward,
+    which starts an iteration where ``_state_ctx.iter_forward_root`` is None; ``FSDPParamGroup.unshard``,
+    ``wait_for_unshard`` and ``post_forward``.
+    """
+    for state in fsdp_states(model):
+        if "_root_pre_forward" in vars(state):
+            continue
+        state._root_pre_forward = functools.partial(_start_forward, state, state._root_pre_forward)
+        for group in state_groups(state):
+            _Gathers(group)
+
+
+class _Gathers:
+    """What the engine gathered for one group, and when it must go.
+
+    Attributes:
+        left: the group's weights are whole, or on their way, because a forward left them so.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self._group = group
+        self.left = False
+        group.memwall_gathers = self
+        group.unshard = functools.partial(self._unshard, group.unshard)
+        group.wait_for_unshard = functools.partial(_outside_inference, group.wait_for_unshard)
+        group.post_forward = functools.partial(self._post_forward, group.post_forward)
+
+    def _unshard(self, inner: Callable[..., None], async_op: bool = False) -> None:
+        group = self._group
+        before = group._all_gather_result
+        _outside_inference(inner, async_op)
+        if group._all_gather_result is not before:
+            self.left = group._training_state != TrainingState.IDLE  # IDLE: the user's own module.unshard()
+
+    def _post_forward(self, inner: Callable[..., Any], *args: Any) -> Any:
+        output = inner(*args)
+        if not torch.is_grad_enabled() and not is_bw():
+            self._group._to_sharded()
+        return output
+
+    def drop(self) -> None:
+        """Let go of what an earlier forward left."""
+        group = self._group
+        if not self.left:
+            return
+        self.left = False
+        if (result := group._all_gather_result) is not None:
+            if isinstance(result.all_gather_work, dist.Work):
+                result.all_gather_work.wait()
+            if result.all_gather_event is not None:
+                group.device_handle.current_stream().wait_event(result.all_gather_event)
+            group._all_gather_result = None
+        if group.is_unsharded and group.reshard_after_backward:
+            group._to_sharded()
+
+
+def _start_forward(state: FSDPState, inner: Callable[..., Any], *args: Any) -> Any:
+    if state._state_ctx.iter_forward_root is None and not is_bw():
+        for other in state._state_ctx.all_states:  # empty before the first forward
+            for group in state_groups(other):
+                if (gathers := getattr(group, "memwall_gathers", None)) is not None:  # a user may have sharded on since
+                    gathers.drop()
+                if group._orig_dtype is None and trainable(group):
+                    group._init_mp_dtypes()
+    return inner(*args)
+
+
+def _outside_inference(inner: Callable[..., None], *args: Any) -> None:
+    if not torch.is_inference_mode_enabled():
+        inner(*args)
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        inner(*args)
