@@ -80,7 +80,7 @@ def unit_names(model: nn.Module) -> list[str]:
     return [f"{name}.{i}" for i in range(3)]
 
 
-def shard(model: nn.Module, precision: str, mesh) -> None:  # noqa: ANN001
+def shard(model: nn.Module, precision: str, mesh) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
@@ -93,7 +93,7 @@ def shard(model: nn.Module, precision: str, mesh) -> None:  # noqa: ANN001
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def train(model: nn.Module, account, optimizer, *, accumulate: int, whole: bool, hsdp: bool) -> None:  # noqa: ANN001
+def train(model: nn.Module, account, optimizer, *, accumulate: int, whole: bool, hsdp: bool) -> None:
     """Three steps in Lightning's order: gradients of the last step live until the first forward has ended."""
     for step in range(3):
         if step == 2:
