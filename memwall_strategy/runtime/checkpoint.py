@@ -164,7 +164,7 @@ class Checkpointer:
         While a save is in the background this waits for its commit, so that the older checkpoint stands until the
         newer one is whole; if that save fails, until the next that does not.
         """
-        if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        if dist.is_available() and dist.is_initialized() and dist.get_rank(self._given_group) != 0:
             return
         where = Path(os.path.abspath(path))
         with self._mutex:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from memwall_strategy.core.errors import CheckpointError
 
 # torch.compile and torch's CheckpointWrapper keep the wrapped module under these attribute names, and so in every
-# parameter's name. Pinned by tests/engine/test_checkpoint_state.py::test_names_do_not_depend_on_wrappers.
+# parameter's name. Pinned by tests/engine/test_checkpoint_state.py::TestModel::test_names_do_not_depend_on_wrappers.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 _MODEL = "state_dict"

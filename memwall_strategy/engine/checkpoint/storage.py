@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata, StorageReader
 
 # Private: the element type of DCP's storage index (file, offset, length), which FileSystemReader reads back. Pinned by
-# tests/engine/test_checkpoint_state.py::test_plain_dcp_reads_what_we_write.
+# tests/engine/test_checkpoint_format.py::test_plain_dcp_reads_what_we_write.
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
