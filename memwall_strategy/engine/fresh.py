@@ -12,9 +12,8 @@ training step computes with a mixture. Here whole weights go when a forward with
 forward left is dropped when a new one starts. What the user gathered (``module.unshard()``), or asked to keep
 (``set_reshard_after_backward(False)``), stays.
 
-Two more traps of the same hooks are mended here. Weights gathered in inference mode would be inference tensors for good,
-which no later training step may touch: gathers leave inference mode. And a unit that was frozen as a whole when FSDP2
-first looked has no dtypes for its gradients once it is thawed: they are looked up then.
+One more trap is mended at the same moment: a unit that was frozen as a whole when FSDP2 first looked has no dtypes for
+its gradients once it is thawed. They are looked up then.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def keep_fresh(model: nn.Module) -> None:
     """Watch every forward of a sharded model. Idempotent.
 
     Relies on hooks of the module calling these on the instance: ``FSDPState._root_pre_forward`` before every forward,
-    which starts an iteration where ``_state_ctx.iter_forward_root`` is None; ``FSDPParamGroup.unshard``,
-    ``wait_for_unshard`` and ``post_forward``.
+    which starts an iteration where ``_state_ctx.iter_forward_root`` is None; ``FSDPParamGroup.unshard`` and
+    ``post_forward``.
     """
     for state in fsdp_states(model):
         if "_root_pre_forward" in vars(state):
@@ -65,13 +64,12 @@ class _Gathers:
         self.left = False
         group.memwall_gathers = self
         group.unshard = functools.partial(self._unshard, group.unshard)
-        group.wait_for_unshard = functools.partial(_outside_inference, group.wait_for_unshard)
         group.post_forward = functools.partial(self._post_forward, group.post_forward)
 
     def _unshard(self, inner: Callable[..., None], async_op: bool = False) -> None:
         group = self._group
         before = group._all_gather_result
-        _outside_inference(inner, async_op)
+        inner(async_op)
         if group._all_gather_result is not before:
             self.left = group._training_state != TrainingState.IDLE  # IDLE: the user's own module.unshard()
 
@@ -106,11 +104,3 @@ def _start_forward(state: FSDPState, inner: Callable[..., Any], *args: Any) -> A
                 if group._orig_dtype is None and trainable(group):
                     group._init_mp_dtypes()
     return inner(*args)
-
-
-def _outside_inference(inner: Callable[..., None], *args: Any) -> None:
-    if not torch.is_inference_mode_enabled():
-        inner(*args)
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        inner(*args)
