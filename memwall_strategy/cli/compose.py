@@ -28,6 +28,8 @@ def compose_run(overrides: Sequence[str], *, folder: Path = CONFIG_FOLDER, name:
     Raises:
         ConfigError: an unknown group, option or value, or an override that cannot be read.
     """
+    if not (folder / f"{name}.yaml").is_file():
+        raise ConfigError(f"There is no {name}.yaml in {folder}. Correct --config-dir or --config-name.")
     register()
     parsed = _parse(overrides)
     with initialize_config_dir(config_dir=str(folder.resolve()), version_base=_HYDRA_VERSION):

@@ -55,7 +55,9 @@ def train(settings: Settings, part: Launch, tokens: TokenFiles | None) -> dict[s
     progress = StepProgress(telemetry, console, settings.run.progress_every_n_steps)
     trainer = _trainer(settings, part, [telemetry, progress])
     resume = str(part.checkpoint) if part.checkpoint else None
-    plan = plan_run(settings, module, optimizer, trainer.world_size, trainer.strategy.root_device)
+    plan = plan_run(
+        settings, module, _try_out(plain, optimizer, scheduler), trainer.world_size, trainer.strategy.root_device
+    )
     if part.is_first:
         part.folder.write_config(OmegaConf.to_yaml(plain))
         part.folder.write_plan(plan.to_json())
@@ -65,9 +67,10 @@ def train(settings: Settings, part: Launch, tokens: TokenFiles | None) -> dict[s
         console.print(plan.table(), end="\n\n")
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume)
-    except Exception as error:
+    except BaseException as error:  # noted, and raised again
         if part.is_first:
-            part.folder.event("fault", error=type(error).__name__, message=str(error))
+            kind = "fault" if isinstance(error, Exception) else "stopped"
+            part.folder.event(kind, step=trainer.global_step, error=type(error).__name__, message=str(error))
         raise
     if not trainer.is_global_zero:
         return {}
@@ -98,6 +101,22 @@ def _make(node: dict[str, Any], **more: Any) -> Any:
     except InstantiationException as error:
         cause = error.__cause__ or error
         raise ConfigError(f"{node.get('_target_')} cannot be built from these options: {cause}") from error
+
+
+def _try_out(plain: dict[str, Any], optimizer: Any, scheduler: Any) -> torch.optim.Optimizer:
+    """An optimizer of the run's kind on one number, so that its options are known to be good before ranks exist.
+
+    Raises:
+        ConfigError: the optimizer or the schedule refuses its options.
+    """
+    group = "optimizer"
+    try:
+        made = optimizer([torch.nn.Parameter(torch.zeros(1))])
+        group = "scheduler"
+        scheduler(made, total_steps=1)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{group}: {plain[group]['_target_']} refuses its options: {error}.") from error
+    return made
 
 
 def _trainer(settings: Settings, part: Launch, callbacks: list[L.Callback]) -> L.Trainer:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from memwall_strategy.cli.settings import Settings
 from memwall_strategy.config import format_size
@@ -27,10 +25,11 @@ from memwall_strategy.runtime.runtime import device_budget_bytes
 _COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
 
 
-def plan_run(
-    settings: Settings, module: nn.Module, optimizer: Callable[[Any], Any], world: int, device: torch.device
-) -> Plan:
+def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world: int, device: torch.device) -> Plan:
     """Plan one rank's memory; no process exists yet.
+
+    Args:
+        optimizer: of the run's class and options, on any parameter.
 
     Raises:
         ConfigError: the budget is above what is there, or below what rests between two steps.
@@ -44,7 +43,7 @@ def plan_run(
         ModelSpec.from_module(module, [name for name, _ in sharding.units]),
         ClusterSpec(world=world, replicate=memwall.replicate),
         Budgets(device_bytes=budget_bytes),
-        optimizer=OptimizerSpec.from_optimizer(optimizer([nn.Parameter(torch.zeros(1))])),
+        optimizer=OptimizerSpec.from_optimizer(optimizer),
         precision=trainer.precision,
         micro_batch=settings.text.batch_size if settings.text else 1,
         accumulate=trainer.accumulate_grad_batches,

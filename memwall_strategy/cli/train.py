@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from memwall_strategy.core.errors import MemwallError
+from memwall_strategy.core.errors import ConfigError, MemwallError
 
 EXIT_REFUSED = 2
 """Exit code when memwall refused, or a run failed with an error that says what to do."""
@@ -72,13 +72,18 @@ def _run(overrides: Sequence[str], config_dir: Path | None, config_name: str) ->
     part = launch(settings)
     from memwall_strategy.cli.job import train  # imports torch and Lightning
 
-    train(settings, part, tokens)
+    try:
+        train(settings, part, tokens)
+    except ConfigError:
+        part.folder.remove_if_empty()
+        raise
 
 
 def _hand_to_hydra() -> None:
     """Sweeps (``-m``) and Hydra's own flags. A job of a sweep is a command of its own, so none can harm the next."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import CompactHydraException
     from omegaconf import DictConfig
 
     from memwall_strategy.cli.compose import CONFIG_FOLDER, CONFIG_NAME
@@ -90,7 +95,7 @@ def _hand_to_hydra() -> None:
         command = [sys.executable, "-m", "memwall_strategy.cli.train", *given.overrides.task, folder]
         code = subprocess.run(command, check=False, env=dict(os.environ)).returncode
         if code:
-            raise MemwallError(f"Job {given.job.num} of the sweep ended with exit code {code}; see its output above.")
+            raise CompactHydraException(f"Job {given.job.num} ended with exit code {code}; its output is above.")
 
     register()
     hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER.resolve()), config_name=CONFIG_NAME)(job)()

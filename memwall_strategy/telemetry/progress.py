@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as L
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from memwall_strategy.config import format_size
 from memwall_strategy.telemetry import names
@@ -35,7 +36,8 @@ class StepProgress(L.Callback):
             total = trainer.estimated_stepping_batches
             self._bar = Progress(
                 TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24), TimeRemainingColumn(compact=True),
-                TextColumn("{task.description}"), console=self._console, refresh_per_second=_UPDATES_PER_S,
+                TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+                console=self._console, refresh_per_second=_UPDATES_PER_S, expand=True,
             )  # fmt: skip
             self._bar.add_task("", total=total if total != float("inf") else None, completed=trainer.global_step)
             self._bar.start()

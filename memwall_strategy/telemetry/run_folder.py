@@ -54,6 +54,11 @@ class RunFolder:
         with (self.path / EVENTS_JSONL).open("a") as file:
             file.write(json.dumps({"time_s": round(time.time(), 3), "event": kind, **facts}) + "\n")
 
+    def remove_if_empty(self) -> None:
+        """Leave no folder behind for a run that was refused."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
     def _replace(self, name: str, text: str) -> None:
         beside = self.path / f"{name}.new"
         beside.write_text(text)
