@@ -1,0 +1,199 @@
+"""Lanes give stock FSDP2's losses and gradients bit by bit: models, meshes, accumulation, prefetch, buffers."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memwall_strategy.engine.fsdp import fsdp_roots
+from memwall_strategy.engine.sync_norm import synchronize_batch_norms
+from tests.engine.lane_cases import (
+    MLP,
+    MODELS,
+    assert_close,
+    both,
+    by_hand,
+    finish,
+    full_gradients,
+    gradients,
+    hold,
+    mesh_of,
+    sharded,
+    train,
+)
+from tests.lightning.checks import on_ranks
+
+EVERY_MODEL = [f"{layout} {name}" for layout in ("3", "2x2") for name in MODELS]
+EVERY_LAYOUT = ["1 gpt", "2 gpt", "4 gpt", "4 tied", "4x1 gpt"]
+
+
+@on_ranks(4, *EVERY_MODEL, *EVERY_LAYOUT, group="engine")
+def test_steps_equal_stock(here):
+    layout, name = here.case.split()
+    both(MODELS[name], mesh_of(here, layout), lambda model, lanes: train(model, 2, seed=here.rank))
+
+
+@on_ranks(4, "0 1", "0 4", "1 1", "3 2", "3 4", group="engine")
+def test_prefetch_and_buffers_change_nothing(here):
+    prefetch, buffers = map(int, here.case.split())
+    both(
+        MODELS["gpt"],
+        mesh_of(here, "4"),
+        lambda model, lanes: train(model, 2, seed=here.rank),
+        prefetch=prefetch,
+        reduce_buffers=buffers,
+    )
+
+
+ACCUMULATION = {
+    "each": (True, True),  # reduced over shards and replicas each micro-batch
+    "rack": (True, False),  # over replicas once
+    "whole": (False, True),  # not at all before the last
+}
+
+
+@on_ranks(4, *(f"{layout} {how}" for layout in ("4", "2x2", "4x1") for how in (*ACCUMULATION, "held")), group="engine")
+def test_accumulation_equals_stock(here):
+    layout, how = here.case.split()
+    sync, all_reduce = ACCUMULATION["rack" if how == "held" else how]
+
+    def run(model, lanes):
+        seen = []
+        for step in range(2):
+            for i in range(4):
+                last = i == 3
+                model.set_requires_gradient_sync(sync or last)
+                model.set_requires_all_reduce(all_reduce or last)
+                with hold(lanes) if how == "held" and not last else contextlib.nullcontext():
+                    loss = model.loss(model.batch(here.rank + 10 * i + 100 * step))
+                    (loss / 4).backward()
+                seen.append(loss.detach())
+            finish(lanes)
+            seen.append(gradients(model))
+            model.zero_grad()
+        return seen
+
+    both(MODELS["gpt"], mesh_of(here, layout), run)
+
+
+@on_ranks(4, "gpt", "mlp", group="engine")
+def test_replicas_and_shards_give_the_same_gradient(here):
+    """One mesh or two, the divide factor is the number of ranks: all ways to lay out four ranks agree."""
+    found = {}
+    for layout in ("4", "2x2", "4x1"):
+        with sharded(MODELS[here.case], mesh_of(here, layout)) as (model, _):
+            model.loss(model.batch(here.rank)).backward()
+            found[layout] = full_gradients(model)
+    for layout in ("2x2", "4x1"):
+        assert_close(found[layout], found["4"])
+
+
+# -- replicas, and what is not used everywhere --
+
+
+@on_ranks(4, "each", "rack", "whole", "held", group="engine")
+def test_a_parameter_used_on_one_rank_in_one_micro_batch(here):
+    """Branch 0 on rank 2 in the first micro-batch, branch 1 on rank 1 in the second."""
+    sync, all_reduce = ACCUMULATION["rack" if here.case == "held" else here.case]
+
+    def loss(model, rank, micro):
+        model.branch = {(2, 0): {0}, (1, 1): {1}}.get((rank, micro), set())
+        return model.loss(model.batch(rank + 10 * micro))
+
+    with sharded(MLP, mesh_of(here, "2x2")) as (model, lanes):
+        for micro in range(2):
+            last = micro == 1
+            model.set_requires_gradient_sync(sync or last)
+            model.set_requires_all_reduce(all_reduce or last)
+            with hold(lanes) if here.case == "held" and not last else contextlib.nullcontext():
+                loss(model, here.rank, micro).backward()
+        lanes.reducer.finish()
+        assert_close(full_gradients(model), by_hand(MLP, here, lambda m, r: [loss(m, r, 0), loss(m, r, 1)]))
+
+
+class TwoRoots(nn.Module):
+    """Two modules that FSDP2 hooks by themselves, as below a LightningModule, whose ``forward`` does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = MLP(), MLP()
+        self.uses_other = True
+
+    def training_step(self, x):
+        return self.one.loss(x) + (self.other.loss(x) if self.uses_other else 0.0)
+
+    validation_step = test_step = predict_step = loss = training_step
+
+    def batch(self, seed):
+        return self.one.batch(seed)
+
+
+@on_ranks(4, "a unit", "a root", group="engine")
+def test_what_the_last_micro_batch_skips_still_crosses_replicas(here):
+    """Its sum of earlier micro-batches is sent, not kept for the next step."""
+    make = TwoRoots if here.case == "a root" else MLP
+
+    def loss(model, rank, micro):
+        model.skip, model.uses_other = ({1} if micro == 1 else set()), micro == 0
+        return model.loss(model.batch(rank + 10 * micro))
+
+    with sharded(make, mesh_of(here, "2x2"), split=here.case == "a root") as (model, lanes):
+        roots = fsdp_roots(model)
+        assert (len(roots) > 1) == (here.case == "a root")
+        for _ in range(2):
+            for micro in range(2):
+                for root in roots:
+                    root.set_requires_all_reduce(micro == 1)
+                loss(model, here.rank, micro).backward()
+            lanes.reducer.finish()
+            assert_close(full_gradients(model), by_hand(make, here, lambda m, r: [loss(m, r, 0), loss(m, r, 1)]))
+            model.zero_grad()
+
+
+# -- parity with one process on the whole batch --
+
+PARITY_STEPS = 20
+PARITY_TOLERANCE = 1e-6
+
+
+@on_ranks(4, *(f"{layout} {name}" for layout in ("4", "2") for name in ("gpt", "conv", "mlp")), group="engine")
+def test_twenty_adamw_steps_equal_one_process(here):
+    """fp32, the batches of all ranks as one batch; batch norms with the statistics of all ranks."""
+    layout, name = here.case.split()
+    mesh, ranks = mesh_of(here, layout), int(layout)
+    if mesh is None:
+        return
+
+    def make():
+        model = MODELS[name]()
+        return synchronize_batch_norms(model, "cpu") if ranks == here.world else model
+
+    def whole(model, step):
+        parts = [model.batch(1000 * step + rank) for rank in range(ranks)]
+        return tuple(map(torch.cat, zip(*parts, strict=True))) if isinstance(parts[0], tuple) else torch.cat(parts)
+
+    if name == "conv" and ranks < here.world:
+        return  # statistics are those of all ranks of the job
+    torch.manual_seed(11)
+    plain = MODELS[name]()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=True)
+    expected = []
+    for step in range(PARITY_STEPS):
+        loss = plain.loss(whole(plain, step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    with sharded(make, mesh, longest_delay_s=0.0) as (model, _):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+        for step in range(PARITY_STEPS):
+            loss = model.loss(model.batch(1000 * step + here.rank))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            mean = loss.detach() / ranks
+            dist.all_reduce(mean, group=mesh.get_group())
+            assert abs(mean.item() / expected[step] - 1) < PARITY_TOLERANCE, f"step {step}"
