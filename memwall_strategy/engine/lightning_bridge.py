@@ -109,6 +109,23 @@ def _nothing() -> None:
     return None
 
 
+def mark_training_data(trainer: Any, mark: Callable[[bool], None]) -> None:
+    """Call ``mark(True)`` while the fit loop sets up its training data and ``mark(False)`` after.
+
+    ``strategy.process_dataloader`` is not told which loader it gets. Validation loaders are set up elsewhere.
+    """
+    loop = trainer.fit_loop
+
+    def setup_data() -> None:
+        mark(True)
+        try:
+            type(loop).setup_data(loop)
+        finally:
+            mark(False)
+
+    loop.setup_data = setup_data
+
+
 class ModelParallelSeams:
     """Mixin before Lightning's ``ModelParallelStrategy``: the private methods whose behaviour memwall changes.
 

@@ -6,6 +6,7 @@ marks micro-batches that no optimizer step follows; clipping, saving and loading
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -33,6 +34,7 @@ from memwall_strategy.engine.scaler import ShardedGradScaler
 from memwall_strategy.lightning.checkpoints import FabricCheckpointMethods
 from memwall_strategy.lightning.world import check_world, data_mesh, group_backend
 from memwall_strategy.runtime import Runtime
+from memwall_strategy.runtime.data import position_loader
 
 
 class FabricPrecisionMethods:
@@ -152,6 +154,17 @@ class FabricStrategyMethods(FabricCheckpointMethods, FabricSeams):
         raise ConfigError(
             f"{type(optimizer).__name__} holds no parameter of a model that was set up. Make it after "
             "fabric.setup_module(model), or pass both to fabric.setup(model, optimizer)."
+        )
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Give loaders a position: save ``loader.state_dict()`` with the rest of the state."""
+        dealt = self.distributed_sampler_kwargs
+        return position_loader(
+            super().process_dataloader(dataloader),
+            rank=dealt["rank"],
+            world=dealt["num_replicas"],
+            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),  # what seed_everything set; the same on every rank
+            mode="passes",
         )
 
     def _micro_batch(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ reduced no further than a micro-batch needs; checkpoints are whole or not there;
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,10 +26,12 @@ from memwall_strategy.engine.lightning_bridge import (
     ModelParallelSeams,
     choose_precision_by_strategy,
     install_sigterm_agreement,
+    mark_training_data,
     trainer_package,
     trainer_package_of,
     unwrap_optimizer,
 )
+from memwall_strategy.engine.loader import batch_weight, follow, settle_resume
 from memwall_strategy.engine.processes import die_with_parent
 from memwall_strategy.engine.sharding import is_sharded
 from memwall_strategy.engine.sync_norm import synchronize_batch_norms
@@ -36,6 +39,7 @@ from memwall_strategy.lightning.checkpoints import CheckpointMethods
 from memwall_strategy.lightning.precision import precision_class
 from memwall_strategy.lightning.world import check_world, data_mesh, group_backend
 from memwall_strategy.runtime import Runtime
+from memwall_strategy.runtime.data import position_loader
 
 _OUTSIDE_FORWARD = "mixed torch.Tensor and DTensor"
 """What torch says when a sharded weight meets a plain tensor: a weight was used outside its module's forward."""
@@ -75,6 +79,7 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         self._wanted_tensor_parallel = tensor_parallel_size
         self._own_sharding = False
         self._failed = False
+        self._training_data = False
         super().__init__(
             save_distributed_checkpoint=self.config.checkpoint == "sharded",
             process_group_backend=process_group_backend,
@@ -118,6 +123,7 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         self.precision_plugin.attach(self.runtime)
         self.barrier()
         if fitting:
+            mark_training_data(trainer, self._mark_training_data)  # configure_optimizers may ask for the data's length
             self.setup_optimizers(trainer)
             self.runtime.add_optimizers(self.optimizers)
             install_sigterm_agreement(trainer, lambda: self.save_on_sigterm(trainer), self.restore_rng_once)
@@ -149,6 +155,30 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
                 "would be resharded after the first backward inside training_step. Move them into a child module."
             )
 
+    # -- data --
+
+    def _mark_training_data(self, under_way: bool) -> None:
+        self._training_data = under_way
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Give training loaders a position, so that a resumed run goes on with exactly the samples not yet seen."""
+        dataloader = super().process_dataloader(dataloader)
+        if not self._training_data:
+            return dataloader
+        dealt = self.distributed_sampler_kwargs
+        positioned = position_loader(
+            dataloader,
+            rank=dealt["rank"],
+            world=dealt["num_replicas"],
+            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),  # what seed_everything set; the same on every rank
+        )
+        follow(positioned, self.lightning_module.trainer)
+        return positioned
+
+    def on_train_start(self) -> None:
+        settle_resume(self.lightning_module.trainer)
+        super().on_train_start()
+
     # -- one micro-batch, one step --
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,6 +202,9 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.runtime.begin_step()
+        weight = batch_weight(self.lightning_module.trainer)
+        if weight != 1.0:  # the last steps of an epoch that does not divide evenly; see runtime.sampler
+            closure_loss = closure_loss * weight
         with self.runtime.phase(Phase.BACKWARD):
             return super().backward(closure_loss, *args, **kwargs)
 
