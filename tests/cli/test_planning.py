@@ -1,0 +1,55 @@
+"""What is found with torch, but before any process starts: the plan, the budget, options of optimizer and schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memwall_strategy.cli.compose import compose_run
+from memwall_strategy.cli.job import _make, _try_out
+from memwall_strategy.cli.planning import plan_run
+from memwall_strategy.cli.settings import check
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.planner import Plan
+from memwall_strategy.recipes.gpt.module import GPTModule
+
+SMALL = ("experiment=gpt_nano", "model.layers=2", "model.hidden=32", "model.heads=2", "data.seq_len=16")
+
+
+def plan_of(*overrides: str) -> tuple[Plan, GPTModule]:
+    settings = check(compose_run([*SMALL, *overrides]))
+    optimizer, scheduler = _make(settings.plain["optimizer"]), _make(settings.plain["scheduler"])
+    module = _make(settings.plain["model"], _partial_=True)(optimizer=optimizer, scheduler=scheduler)
+    tried = _try_out(settings.plain, optimizer, scheduler)
+    return plan_run(settings, module, tried, world=2, device=torch.device("cpu")), module
+
+
+def test_the_plan_is_of_the_model_as_it_will_be_sharded() -> None:
+    made, module = plan_of()
+    assert made.parameters == sum(p.numel() for p in module.parameters())
+    assert (made.world, made.units, made.micro_batch, made.activations) == (2, 3, 4, "estimated")
+    # Two ranks halve what is even; the 257 rows of the table are padded to 258.
+    assert made.resident["param"] == 4 * (made.parameters + 32) // 2
+    assert made.resident["exp_avg"] >= 4 * made.parameters // 2 - 64
+
+
+def test_an_optimizer_without_state_plans_none() -> None:
+    made, _ = plan_of("optimizer=sgd")
+    assert not made.resident.get("exp_avg") and made.resident["grad"] > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("pool.device_budget=100KiB", r"pool\.device_budget=100\.0 KiB cannot hold this model.*on each of 2 ranks"),
+        ("pool.device_budget=900TiB", r"pool\.device_budget=.* is above"),
+        ("strategy.unit_classes=[Blok]", r"Blok.*Did you mean 'Block'"),
+        ("+optimizer.foo=1", r"optimizer: torch\.optim\.AdamW refuses its options: .*'foo'"),
+        ("optimizer.lr=-1", r"optimizer: torch\.optim\.AdamW refuses its options: Invalid learning rate"),
+        ("+scheduler.x=1", r"scheduler: .*cosine refuses its options: .*'x'"),
+        ("model._target_=no.such.Thing", r"no\.such\.Thing cannot be built"),
+    ],
+)
+def test_refused_before_any_process(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of(override)
