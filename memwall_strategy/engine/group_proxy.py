@@ -95,7 +95,7 @@ class SwapGroup(ProcessGroup):
 
     Attributes:
         spec: what stays the same over all inner groups.
-        issued: collectives issued by this process, point-to-point calls not counted.
+        issued: collectives that this process issued on the present inner group, point-to-point calls not counted.
         last: name of the last of them.
     """
 
@@ -113,7 +113,9 @@ class SwapGroup(ProcessGroup):
         """Build the inner group of ``epoch``; every member does so, in the same order of groups."""
         self.teardown()
         store = dist.PrefixStore(f"{self._owner.store_prefix}/{epoch}", self._store)
-        self._inner = inner_group.build(self.spec, store, epoch)
+        inner = inner_group.build(self.spec, store, epoch)
+        self.issued, self.last = 0, ""  # ranks may have stopped at different counts; from here on they agree
+        self._inner = inner
 
     def stand_in(self) -> None:
         """Let every collective do nothing until ``configure``."""

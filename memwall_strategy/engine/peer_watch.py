@@ -32,7 +32,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from memwall_strategy.core.errors import ConfigError, MemwallError, PeerLost
+from memwall_strategy.core.errors import MemwallError, PeerLost
 from memwall_strategy.engine.peer_verdict import (
     REMEDY,
     CollectiveError,
@@ -146,15 +146,12 @@ class PeerWatch:
             self._store_host = int(self._talk.get("host"))
 
     def begin(self, epoch: int, timeout_s: float) -> None:
-        """Enter ``epoch`` and return when every rank has; leaves the former epoch's failure behind.
+        """Enter ``epoch``, a new one, and return when every rank has; leaves the former epoch's failure behind.
 
         Raises:
-            ConfigError: the epoch is not higher than the present one.
             PeerLost: a rank did not come within ``timeout_s``.
         """
         with self._lock:
-            if epoch <= self.epoch:
-                raise ConfigError(f"configure({epoch}): epochs only grow, and this process is in {self.epoch} already.")
             self.epoch = epoch
         try:
             self._introduce()
@@ -177,6 +174,7 @@ class PeerWatch:
             return
         self._stopping.set()
         if self._store_left or self._store_gone:  # talking to a store that is not there would log a warning
+            self._listener.join(_STORE_GONE_PAUSE_S)  # a thread still in C++ when the interpreter ends would abort it
             return
         with contextlib.suppress(dist.DistError):  # it goes just now: then nobody can be told
             self._introduce(left=True)
@@ -215,6 +213,7 @@ class PeerWatch:
             ).start()
         limit_s = self.grace_s + 2 * _SLACK_S
         if not this.settled.wait(limit_s):
+            self._store_gone = True
             self._groups.cut_retired()
             self._settle_without_store(this, failure, f"did not answer within {limit_s:.0f} s")
         return this.error()

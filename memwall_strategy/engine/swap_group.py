@@ -48,7 +48,7 @@ class GroupState:
     """Global ranks of its members."""
 
     issued: int
-    """Collectives issued on it by this process, point-to-point calls not counted."""
+    """Collectives that this process issued on it in this epoch, point-to-point calls not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +205,8 @@ class _Groups:
         default = self.live[0]
         if self.watch is None:
             self._start_watch(default._store, default.spec, session=None)
+        if epoch <= self.epoch:
+            raise ConfigError(f"configure({epoch}): epochs only grow, and this process is in {self.epoch} already.")
         self.teardown()
         self.watch.begin(epoch, timeout_s)
         for group in self.live:
