@@ -54,7 +54,8 @@ def plan_sharding(model: nn.Module, *, unit_classes: tuple[str, ...], split: boo
         low_precision: modules with running statistics need groups of their own.
 
     Raises:
-        ConfigError: nothing to shard, or ``unit_classes`` names no module that can be a unit.
+        ConfigError: nothing to shard, ``unit_classes`` names no module that can be a unit, or a weight is tied across
+            units.
     """
     if not has_parameters(model):
         raise ConfigError(
@@ -74,6 +75,7 @@ def plan_sharding(model: nn.Module, *, unit_classes: tuple[str, ...], split: boo
     else:
         units = [(name, module) for name, module in units if module not in root_modules]
     apart = _apart(model, [m for _, m in units] + [m for _, m in roots], low_precision)
+    _check_tied(model, [m for _, m in (*units, *apart, *roots)])
     return ShardPlan(tuple(units), tuple(apart), tuple(roots), crown)
 
 
@@ -201,6 +203,23 @@ def _apart(model: nn.Module, groups: list[nn.Module], low_precision: bool) -> li
                 )
             apart[module] = None
     return [(names[m], m) for m in apart]
+
+
+def _check_tied(model: nn.Module, groups: list[nn.Module]) -> None:
+    """Refuse a weight that two groups would shard, each its own copy of it."""
+    names = {module: name for name, module in model.named_modules()}
+    owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for group in groups:
+        for module in _until(group, set(groups) - {group}):
+            for name, parameter in module.named_parameters(recurse=False):
+                full = f"{names[module]}.{name}" if names[module] else name
+                owner, first = owners.setdefault(parameter, (group, full))
+                if owner is not group:
+                    raise ConfigError(
+                        f"{first} and {full} are tied, but lie in different units ({names[owner] or 'root'} and "
+                        f"{names[group] or 'root'}), which are gathered one after the other. Name classes of units "
+                        "that hold both, or neither, with unit_classes=(...)."
+                    )
 
 
 def _until(module: nn.Module, stops: set[nn.Module]) -> list[nn.Module]:
