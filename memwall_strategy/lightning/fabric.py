@@ -32,7 +32,7 @@ from memwall_strategy.engine.optimizers import parameter_names, point_at_shards
 from memwall_strategy.engine.precision import canonical_precision, compute_dtype
 from memwall_strategy.engine.scaler import ShardedGradScaler
 from memwall_strategy.lightning.checkpoints import FabricCheckpointMethods
-from memwall_strategy.lightning.world import check_world, data_mesh, group_backend
+from memwall_strategy.lightning.world import check_world, data_mesh, divided, group_backend, sum_for
 from memwall_strategy.runtime import Runtime
 from memwall_strategy.runtime.data import position_loader
 
@@ -188,6 +188,9 @@ class FabricStrategyMethods(FabricCheckpointMethods, FabricSeams):
         runtime.end_step()
         return output
 
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return mean_over_ranks(super().all_reduce, tensor, group, reduce_op)
+
     def clip_gradients_norm(
         self,
         module: nn.Module,
@@ -202,6 +205,11 @@ class FabricStrategyMethods(FabricCheckpointMethods, FabricSeams):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         self.precision.unscale_gradients(optimizer)
         clip_grad_value(self.precision.main_params(optimizer), clip_val)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        op, divide = sum_for(tensor, reduce_op)
+        reduced = super().all_reduce(tensor, group, op)
+        return divided(reduced, group) if divide else reduced
 
     def teardown(self) -> None:
         self.close_checkpointers()

@@ -37,7 +37,7 @@ from memwall_strategy.engine.sharding import is_sharded
 from memwall_strategy.engine.sync_norm import synchronize_batch_norms
 from memwall_strategy.lightning.checkpoints import CheckpointMethods
 from memwall_strategy.lightning.precision import precision_class
-from memwall_strategy.lightning.world import check_world, data_mesh, group_backend
+from memwall_strategy.lightning.world import check_world, data_mesh, divided, group_backend, sum_for
 from memwall_strategy.runtime import Runtime
 from memwall_strategy.runtime.data import position_loader
 
@@ -239,6 +239,14 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.runtime.end_step()
         return output
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        op, divide = sum_for(tensor, reduce_op)
+        reduced = super().reduce(tensor, group, op)
+        return divided(reduced, group) if divide else reduced
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return mean_over_ranks(super().reduce, tensor, group, reduce_op)
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the engine at rest, so that a notebook or a test may go on with the model."""

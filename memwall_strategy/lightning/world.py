@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from memwall_strategy.config import MemwallConfig
@@ -10,6 +13,8 @@ from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.sharding import data_parallel_mesh
 from memwall_strategy.engine.swap_group import BACKEND, register_backend
 from memwall_strategy.runtime.runtime import device_budget_bytes
+
+_MEANS = ("mean", "avg")
 
 
 def check_world(config: MemwallConfig, world: int, device: torch.device, tensor_parallel: int = 1) -> None:
@@ -47,3 +52,37 @@ def group_backend(config: MemwallConfig, device_type: str) -> str:
 def data_mesh(config: MemwallConfig, device_type: str, world: int) -> DeviceMesh:
     """The mesh to shard over."""
     return data_parallel_mesh(device_type, world, config.replicate)
+
+
+def sum_for(tensor: Any, op: Any) -> tuple[Any, bool]:
+    """The operation to ask Lightning's reduction for, and whether ``divided`` must follow.
+
+    Lightning turns a mean into a sum and a division for gloo, which knows no mean of integers, but by the backend's
+    name: a gloo inside a swappable group is not recognized.
+    """
+    mean = isinstance(tensor, torch.Tensor) and isinstance(op, str) and op.lower() in _MEANS
+    mean = mean and dist.is_initialized() and dist.get_backend() == BACKEND
+    return ("sum", True) if mean else (op, False)
+
+
+def divided(total: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The mean from the sum over ``group``, in place, rounded towards zero for integers as Lightning does."""
+    world = dist.get_world_size(group)
+    return total.div_(world) if total.is_floating_point() else total.copy_(total / world)
+
+
+def mean_over_ranks(reduce: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any) -> Any:
+    """Lightning's ``reduce`` with the mean of integers on gloo behind a swappable group.
+
+    Lightning sums and divides where the backend is called gloo, because gloo's own average takes no integers; it does
+    not know that gloo is inside ours.
+    """
+    mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+    if not (mean and isinstance(tensor, torch.Tensor) and dist.is_initialized()):
+        return reduce(tensor, group, reduce_op)
+    group = group if group is not None else dist.group.WORLD
+    if tensor.device.type != "cpu" or dist.get_backend(group) != BACKEND:
+        return reduce(tensor, group, reduce_op)
+    summed = reduce(tensor, group, "sum")
+    world = dist.get_world_size(group)
+    return summed.div_(world) if summed.is_floating_point() else summed.copy_(summed / world)

@@ -138,8 +138,18 @@ class Runtime:
                 root.set_reduce_scatter_max_input_buffers(overlap.reduce_buffers)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Tell the runtime which optimizers step the model (again after they were made anew)."""
+        """Tell the runtime which optimizers step the model (again after they were made anew).
+
+        Raises:
+            ConfigError: one that flattens all parameters into one vector, which shards on several ranks cannot be.
+        """
         self.optimizers = list(optimizers)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS) and self.mesh.size() > 1:
+                raise ConfigError(
+                    "torch.optim.LBFGS flattens all parameters into one vector, which cannot be done with weights "
+                    "sharded over several ranks. Use an optimizer that steps each parameter by itself, such as AdamW."
+                )
         if self.memory is not None:
             self.memory.attach(self.model, self.optimizers)
 
