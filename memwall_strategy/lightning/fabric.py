@@ -188,9 +188,6 @@ class FabricStrategyMethods(FabricCheckpointMethods, FabricSeams):
         runtime.end_step()
         return output
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return mean_over_ranks(super().all_reduce, tensor, group, reduce_op)
-
     def clip_gradients_norm(
         self,
         module: nn.Module,

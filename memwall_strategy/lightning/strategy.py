@@ -245,9 +245,6 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         reduced = super().reduce(tensor, group, op)
         return divided(reduced, group) if divide else reduced
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return mean_over_ranks(super().reduce, tensor, group, reduce_op)
-
     def on_exception(self, exception: BaseException) -> None:
         """Leave the engine at rest, so that a notebook or a test may go on with the model."""
         if self.runtime is not None and not isinstance(exception, (KeyboardInterrupt, SystemExit)):

@@ -69,20 +69,3 @@ def divided(total: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     """The mean from the sum over ``group``, in place, rounded towards zero for integers as Lightning does."""
     world = dist.get_world_size(group)
     return total.div_(world) if total.is_floating_point() else total.copy_(total / world)
-
-
-def mean_over_ranks(reduce: Callable[..., Any], tensor: Any, group: Any, reduce_op: Any) -> Any:
-    """Lightning's ``reduce`` with the mean of integers on gloo behind a swappable group.
-
-    Lightning sums and divides where the backend is called gloo, because gloo's own average takes no integers; it does
-    not know that gloo is inside ours.
-    """
-    mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-    if not (mean and isinstance(tensor, torch.Tensor) and dist.is_initialized()):
-        return reduce(tensor, group, reduce_op)
-    group = group if group is not None else dist.group.WORLD
-    if tensor.device.type != "cpu" or dist.get_backend(group) != BACKEND:
-        return reduce(tensor, group, reduce_op)
-    summed = reduce(tensor, group, "sum")
-    world = dist.get_world_size(group)
-    return summed.div_(world) if summed.is_floating_point() else summed.copy_(summed / world)
