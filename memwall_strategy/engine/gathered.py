@@ -1,29 +1,33 @@
 """Counting what FSDP2 allocates in a step: gathered weights, flat buffers, whole and sharded gradients.
 
-Five methods of each ``FSDPParamGroup`` are wrapped on the instance; each is called once a gather or reduction, so the
-cost is a few microseconds a unit:
+Five methods of each ``FSDPParamGroup`` are wrapped on the instance; each is called once a gather or reduction:
 
 - ``unshard``: allocates the flat buffer that the gather fills; tracked until it is freed, whatever comm made it;
 - ``_to_unsharded``: the gathered weights have storage, the flat buffer still lives;
 - ``_to_sharded``, ``_to_sharded_post_forward``: the storages of the gathered weights were resized to nothing (FSDP2
-  keeps the tensors, so no reference dies: this is read from the storages' sizes);
+  keeps the tensors, so no reference dies);
 - ``post_backward``: at its entry whole gradients are complete, at its exit the sharded ones may be there.
 
 FSDP2's own reduce-scatter comm is asked for its buffers through ``allocate``, wrapped on its instance; memwall's lanes
 book theirs themselves.
 
+Python between two kernels runs with cold caches, ten times slower than in a loop, so what happens at each of these
+calls is kept short: gathered weights and whole gradients are numbers, only buffers are tracked by reference.
+
 Relied on: autograd's nodes and the hooks of the module look these methods up on the instance; the attributes
 ``_all_gather_result.all_gather_output``, ``all_gather_outputs``, ``_unsharded_inner_tensors``, ``_unsharded_param``,
 ``unsharded_accumulated_grad``, ``_sharded_post_forward_param_data``, ``_partial_reduce_output``, ``param_dtype``,
-``_orig_dtype``, ``_reduce_scatter_comm``. ``tests/engine/test_memory.py`` fails when one of them changes.
+``_orig_dtype``, ``_reduce_scatter_comm``; that the reduction asks for its output after it dropped the whole gradients.
+``tests/engine/test_memory_ranks.py`` fails when one of them changes.
 
 Not seen: temporaries of parameters sharded on another dim than 0, zeros that stand in for missing gradients, the
-quotient where one rank divides its gradients by a factor, and one parameter's conversion of an unreduced gradient.
+quotient where one rank divides its gradients by a factor, one parameter's conversion of an unreduced gradient, and the
+first gradient of a weight used twice, which waits inside autograd for the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,16 +35,17 @@ from torch import nn
 
 from memwall_strategy.core.block import Kind
 from memwall_strategy.engine.fsdp import FSDPParam, FSDPParamGroup, TrainingState, fsdp_groups
-from memwall_strategy.engine.storages import Book
+from memwall_strategy.engine.storages import Book, StorageRef, storages
 
 
 class _Wrap:
     """One method replaced on one instance, and the way back."""
 
-    def __init__(self, owner: object, name: str, outer: Callable[..., Any]) -> None:
-        self._owner, self._name, self._outer = owner, name, outer
+    def __init__(self, owner: object, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._owner, self._name = owner, name
         self._before = vars(owner).get(name)  # somebody else's replacement, or nothing: then the class's own shows
-        setattr(owner, name, outer)
+        self._outer = around(getattr(owner, name))
+        setattr(owner, name, self._outer)
 
     def remove(self) -> None:
         if vars(self._owner).get(self._name) is not self._outer:
@@ -56,52 +61,44 @@ class GroupCounter:
 
     Args:
         group: of the sharded model.
+        model: the counter of all groups.
         book: where to count.
-        refresh: called before a gather's bytes are booked in backward: other groups' gradients may have grown.
-        gathered_ids: where the ids of the storages of gathered weights are put; FSDP2 keeps these for good.
     """
 
-    def __init__(self, group: FSDPParamGroup, book: Book, refresh: Callable[[], None], gathered_ids: set[int]) -> None:
-        self.group, self._book, self._refresh, self._gathered_ids = group, book, refresh, gathered_ids
-        self._gathered_bytes = 0
-        self._full_bytes: int | None = None
-        self._casts: list[tuple[int, int]] | None = None
-        self._all_casts_bytes = 0
-        self._whole: list[nn.Parameter] = []
+    def __init__(self, group: FSDPParamGroup, model: ModelCounter, book: Book) -> None:
+        self.group, self._model, self._book = group, model, book
         self._active = True
-        self._last_output: tuple[Any, int, torch.dtype] | None = None
+        # - What is booked: bytes of gathered weights and of whole gradients
+        self._gathered_bytes = 0
+        self._whole_bytes = 0
+        self._added_bytes = 0
+        """The part of these that the end of the backward adds to earlier micro-batches' gradients, and drops first."""
+        # - What does not change from step to step; read anew by ``look``
+        self._full_bytes: int | None = None
+        self._whole: list[nn.Parameter] = []
+        self._casts: list[tuple[int, int]] = []
+        self._cast_bytes = 0
+        # - The reduction in progress
+        self._buffers: list[tuple[StorageRef | None, torch.Tensor]] = []
+
         self._wraps = [
-            self._wrap(group, "unshard", self._unshard),
-            self._wrap(group, "_to_unsharded", self._to_unsharded),
-            self._wrap(group, "_to_sharded", self._to_sharded),
-            self._wrap(group, "_to_sharded_post_forward", self._to_sharded_post_forward),
-            self._wrap(group, "post_backward", self._post_backward),
+            _Wrap(group, "unshard", self._around_unshard),
+            _Wrap(group, "_to_unsharded", self._around_to_unsharded),
+            _Wrap(group, "_to_sharded", self._around_to_sharded),
+            _Wrap(group, "_to_sharded_post_forward", self._around_to_sharded_post_forward),
+            _Wrap(group, "post_backward", self._around_post_backward),
         ]
-        self.measure_gathered()
 
     def remove(self) -> None:
-        """Give the group its methods back, and forget its gathered weights."""
+        """Give the group its methods back, and forget what was booked as numbers."""
         self._active = False
-        self._book.remove(Kind.GATHERED, self._gathered_bytes)
-        self._gathered_bytes = 0
+        self._set_gathered(0)
+        self._set_whole(0)
         for wrap in reversed(self._wraps):
             wrap.remove()
         self._wraps.clear()
 
-    def _wrap(self, owner: object, name: str, around: Callable[..., Any]) -> _Wrap:
-        inner = getattr(owner, name)
-
-        def outer(*args: Any, **kwargs: Any) -> Any:
-            return around(inner, *args, **kwargs) if self._active else inner(*args, **kwargs)
-
-        return _Wrap(owner, name, outer)
-
     # -- what the group holds --
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the group's weights are whole at the moment."""
-        return self._gathered_bytes > 0
 
     def sharded_data(self) -> Iterator[torch.Tensor]:
         """This rank's pieces, padding included."""
@@ -115,122 +112,140 @@ class GroupCounter:
                 if (found := getattr(param, name, None)) is not None:
                     yield found
 
-    def track_whole_gradients(self) -> None:
-        """Look at the gradients that backward accumulated on the gathered weights."""
-        track = self._book.track_gradient
-        for whole in self._whole:
-            if (gradient := whole.grad) is not None:
-                track(gradient)
-
-    def track_gradients(self) -> None:
-        """Look at every gradient that the group has, whole and sharded."""
-        self.track_whole_gradients()
-        for param in self.group.fsdp_params:
-            if (gradient := param.unsharded_accumulated_grad) is not None:
-                self._book.track_gradient(gradient)
-            if (gradient := param.sharded_param.grad) is not None:
-                self._book.track_gradient(gradient)
-        if self.group._partial_reduce_output is not None:
-            self._book.track_gradient(self.group._partial_reduce_output)
-
-    def _track_reduced(self) -> None:
-        """After a reduction: new sharded gradients are views of one storage, so the first that is there stands for all.
-
-        The look over all gradients at the end of the backward finds what differs from that.
-        """
-        if not self.group.reduce_grads:
-            self.track_gradients()
-            return
-        if self.group._partial_reduce_output is not None:
-            self._book.track_gradient(self.group._partial_reduce_output)
-        for param in self.group.fsdp_params:
-            if (gradient := param.sharded_param.grad) is not None:
-                self._book.track_gradient(gradient)
-                return
-
-    def measure_gathered(self) -> None:
-        """Read the sizes of the storages of the gathered weights."""
+    def look(self) -> None:
+        """Read everything that is otherwise taken to be as it was."""
+        params = self.group.fsdp_params
+        self._whole = [whole for p in params if (whole := getattr(p, "_unsharded_param", None)) is not None]
+        self._casts = [_conversion(param) for param in params if hasattr(param, "param_dtype")]  # set before a gather
+        self._cast_bytes = sum(cast for _, cast in self._casts)
+        self._full_bytes = None
         nbytes = 0
-        self._casts = None
-        self._whole = [w for p in self.group.fsdp_params if (w := getattr(p, "_unsharded_param", None)) is not None]
-        inner_tensors = False
-        for param in self.group.fsdp_params:
-            inner_tensors = inner_tensors or bool(param._unsharded_inner_tensors)
+        for param in params:
             for tensor in _gathered_tensors(param):
                 storage = tensor.untyped_storage()
                 nbytes += storage.nbytes()
-                self._gathered_ids.add(id(storage))
-        self._full_bytes = None if inner_tensors else nbytes or None
+                self._model.gathered_ids.add(id(storage))
         self._set_gathered(nbytes)
+        self.look_at_gradients()
+
+    def look_at_gradients(self) -> None:
+        """Read every gradient that the group has, whole and sharded."""
+        self._look_at_whole()
+        seen = None
+        for param in self.group.fsdp_params:
+            gradient = param.sharded_param.grad
+            if gradient is None:
+                continue
+            local = getattr(gradient, "_local_tensor", gradient)
+            if (key := id(local.untyped_storage())) != seen:  # gradients that were reduced together share one storage
+                seen = key
+                self._book.track(local, Kind.GRAD)
+        if self.group._partial_reduce_output is not None:
+            self._book.track(self.group._partial_reduce_output, Kind.GRAD)
+
+    def _look_at_whole(self) -> None:
+        sizes: dict[int, int] = {}
+        for whole in self._whole:
+            if (gradient := whole.grad) is not None:
+                _add_sizes(sizes, gradient)
+        new_bytes = sum(sizes.values())
+        for param in self.group.fsdp_params:
+            if (gradient := param.unsharded_accumulated_grad) is not None:
+                _add_sizes(sizes, gradient)
+        self._set_whole(sum(sizes.values()))
+        self._added_bytes = new_bytes if self._whole_bytes > new_bytes else 0
+
+    def _set_whole(self, nbytes: int) -> None:
+        if nbytes != self._whole_bytes:
+            self._book.change(Kind.GRAD, nbytes - self._whole_bytes)
+            self._whole_bytes = nbytes
 
     def _set_gathered(self, nbytes: int) -> None:
-        if change := nbytes - self._gathered_bytes:
-            (self._book.add if change > 0 else self._book.remove)(Kind.GATHERED, abs(change))
+        if nbytes != self._gathered_bytes:
+            self._book.change(Kind.GATHERED, nbytes - self._gathered_bytes)
             self._gathered_bytes = nbytes
+            (self._model.live.add if nbytes else self._model.live.discard)(self)
 
-    # -- around FSDP2's methods --
+    # -- gathering --
 
-    def _unshard(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        before = self.group._all_gather_result
-        inner(*args, **kwargs)
-        result = self.group._all_gather_result
-        if result is None or result is before:
-            return
-        self._book.track(result.all_gather_output, Kind.COMM)
-        cast_bytes = self._cast_bytes()
-        if cast_bytes and result.all_gather_output.numel():
-            self._book.brief({Kind.COMM: cast_bytes})  # the copies in the dtype of the compute lived until just now
+    def _around_unshard(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        group = self.group
 
-    def _to_unsharded(self, inner: Callable[..., Any]) -> None:
-        if self.group._training_state != TrainingState.FORWARD:
-            self._refresh()
-        was = self.group.is_unsharded
-        inner()
-        if was:
-            return
-        if self._full_bytes is None:
-            self.measure_gathered()  # the first time, and where extensions may change the sizes
-        else:
-            self._set_gathered(self._full_bytes)
-        result = self.group._all_gather_result
-        if self._cast_bytes() and result is not None and not result.all_gather_output.numel():
-            self._brief_single_rank_cast()
+        def unshard(*args: Any, **kwargs: Any) -> None:
+            before = group._all_gather_result
+            inner(*args, **kwargs)
+            result = group._all_gather_result
+            if result is None or result is before or not self._active:
+                return
+            flat = result.all_gather_output
+            if self._book.track(flat, Kind.COMM) is not None and self._cast_bytes:
+                self._book.brief({Kind.COMM: self._cast_bytes})  # copies in the compute's dtype lived until just now
 
-    def _to_sharded(self, inner: Callable[..., Any]) -> None:
-        inner()
-        self._set_gathered(0)
+        return unshard
 
-    def _to_sharded_post_forward(self, inner: Callable[..., Any]) -> None:
-        inner()
-        full_bytes = self._full_bytes
-        self.measure_gathered()
-        self._full_bytes = full_bytes
+    def _around_to_unsharded(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        group = self.group
 
-    def _post_backward(self, inner: Callable[..., Any], *args: Any) -> None:
-        self._refresh()
-        if not self.is_gathered:
-            self.track_whole_gradients()
-        self._watch_reduce_comm()
-        if not self._converts():
+        def to_unsharded() -> None:
+            was = group.is_unsharded
+            if not was and self._active and group._training_state != TrainingState.FORWARD:
+                self._model.look_at_live()  # before this gather is booked: their gradients grew meanwhile
+            inner()
+            if was or not self._active:
+                return
+            if self._full_bytes is None:
+                self.look()  # the first gather after a walk
+                if not any(param._unsharded_inner_tensors for param in group.fsdp_params):
+                    self._full_bytes = self._gathered_bytes  # else an extension decides anew each time
+            else:
+                self._set_gathered(self._full_bytes)
+            if self._cast_bytes and not group._all_gather_result.all_gather_output.numel():
+                self._brief_single_rank_cast()
+
+        return to_unsharded
+
+    def _around_to_sharded(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def to_sharded() -> None:
+            inner()
+            if self._active:
+                self._set_gathered(0)
+
+        return to_sharded
+
+    def _around_to_sharded_post_forward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def to_sharded_post_forward() -> None:
+            inner()
+            if self._active:  # a piece of the gathered weights stays
+                self._set_gathered(sum(t.untyped_storage().nbytes() for p in self.group.fsdp_params
+                                       for t in _gathered_tensors(p)))  # fmt: skip
+
+        return to_sharded_post_forward
+
+    # -- reducing --
+
+    def _around_post_backward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def post_backward(*args: Any) -> None:
+            if not self._active:
+                inner(*args)
+                return
+            self._model.look_at_live()
+            if not self._gathered_bytes:
+                self._look_at_whole()
+            self._set_whole(self._whole_bytes - self._added_bytes)
+            self._watch_reduce_comm()
+            self._buffers.clear()
+            partial = self.group._partial_reduce_output
+            partial_bytes = 0 if partial is None else partial.nbytes
+            del partial  # dropped by the reduction if it is the last one
+            adds = any(param.sharded_param.grad is not None for param in self.group.fsdp_params)
             inner(*args)
-            self._track_reduced()
-            return
-        self._last_output = None
-        adds = any(param.sharded_param.grad is not None for param in self.group.fsdp_params)
-        partial = self.group._partial_reduce_output
-        partial_bytes = 0 if partial is None else partial.nbytes
-        del partial  # dropped by the reduction if it is the last one
-        inner(*args)
-        self._track_reduced()
-        if self.group._partial_reduce_output is not None:
-            partial_bytes = 0
-        self._brief_reduction_cast(adds, partial_bytes)
+            if self._whole_bytes:  # a reduction that is not FSDP2's own, or none
+                self._look_at_whole()
+            if len(self._buffers) == 2:
+                self._settle_reduction(adds, partial_bytes)
+                self._buffers.clear()
 
-    def _converts(self) -> bool:
-        """Whether the dtype of a gradient may change between backward and the sharded gradient."""
-        return self.group._reduce_dtype is not None or self._cast_bytes() > 0
-
-    # -- buffers --
+        return post_backward
 
     def _watch_reduce_comm(self) -> None:
         comm = self.group._reduce_scatter_comm
@@ -238,52 +253,46 @@ class GroupCounter:
         if "allocate" in vars(comm) or not type(comm).__module__.startswith("torch."):
             return
 
-        def allocate(inner: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-            buffer = inner(*args, **kwargs)
-            ref = self._book.track(buffer, Kind.COMM)
-            self._last_output = (ref, buffer.nbytes, buffer.dtype)  # the second of two is the output
-            return buffer
+        def around(inner: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
+                buffer = inner(*args, **kwargs)
+                if self._active:
+                    if self._buffers:  # the second of two, the output: the whole gradients are gone
+                        self._set_whole(0)
+                    self._buffers.append((self._book.track(buffer, Kind.COMM), buffer.new_empty(0)))
+                return buffer
 
-        self._wraps.append(self._wrap(comm, "allocate", allocate))
+            return allocate
 
-    def _brief_reduction_cast(self, adds: bool, partial_bytes: int) -> None:
-        """Book what lived beside the conversion of the reduction's output and is gone again.
+        self._wraps.append(_Wrap(comm, "allocate", around))
+
+    def _settle_reduction(self, adds: bool, partial_bytes: int) -> None:
+        """The reduction's output has become the sharded gradient, or was converted or added to it.
 
         Args:
-            adds: the conversion was added to a gradient that was there, so it is gone too.
+            adds: there was a gradient before.
             partial_bytes: sum of earlier micro-batches, which lived until the reduction returned.
         """
-        wanted = self.group._orig_dtype
-        if self._last_output is None or wanted is None:
+        group, (ref, like) = self.group, self._buffers[1]
+        if ref is None:
             return
-        ref, nbytes, dtype = self._last_output
-        if dtype == wanted or ref is None:
+        if group._partial_reduce_output is not None:
+            self._book.track(group._partial_reduce_output, Kind.GRAD)
             return
-        output_bytes = 0 if ref() is not None else nbytes  # held further for replicas: then it is counted as it is
-        converted_bytes = nbytes // dtype.itemsize * wanted.itemsize if adds else 0
+        wanted = group._orig_dtype
+        if like.dtype == wanted:
+            if not adds and ref() is not None:
+                self._book.rename(ref, Kind.GRAD)
+            return
+        self.look_at_gradients()
+        output_bytes = 0 if ref() is not None else ref.nbytes  # held further for replicas: then it is counted as it is
+        converted_bytes = ref.nbytes // like.dtype.itemsize * wanted.itemsize if adds else 0
         self._book.brief({Kind.COMM: output_bytes, Kind.GRAD: converted_bytes + partial_bytes})
-
-    def _conversions(self) -> list[tuple[int, int]]:
-        """Per parameter: bytes of this rank's piece as gathered, and of its converted copy (0 where none is made)."""
-        if self._casts is None:
-            self._casts = []
-            for param in self.group.fsdp_params:
-                dtype = param.param_dtype or param.sharded_param.dtype
-                nbytes = param.padded_sharded_param_size.numel() * dtype.itemsize
-                self._casts.append((nbytes, nbytes if param.param_dtype is not None else 0))
-            self._all_casts_bytes = sum(cast for _, cast in self._casts)
-        return self._casts
-
-    def _cast_bytes(self) -> int:
-        """Bytes of all converted copies."""
-        if self._casts is None:
-            self._conversions()
-        return self._all_casts_bytes
 
     def _brief_single_rank_cast(self) -> None:
         """On one rank each parameter is converted, then copied; a copy is dropped when the next one is made."""
         copied = previous = highest = 0
-        for gathered, cast in self._conversions():
+        for gathered, cast in self._casts:
             highest = max(highest, copied + previous + cast, copied + gathered + cast)
             copied, previous = copied + gathered, cast
         if highest > self._gathered_bytes:
@@ -295,13 +304,15 @@ class ModelCounter:
 
     def __init__(self, model: nn.Module, book: Book) -> None:
         self.gathered_ids: set[int] = set()
-        """Ids of the storages of gathered weights."""
-        self.groups = [GroupCounter(group, book, self._refresh, self.gathered_ids) for group in fsdp_groups(model)]
+        """Ids of the storages of gathered weights; FSDP2 keeps these for good and resizes them."""
+        self.live: set[GroupCounter] = set()
+        """Groups whose weights are gathered."""
+        self.groups = [GroupCounter(group, self, book) for group in fsdp_groups(model)]
 
-    def _refresh(self) -> None:
-        for group in self.groups:
-            if group.is_gathered:
-                group.track_whole_gradients()
+    def look_at_live(self) -> None:
+        """Read the whole gradients that backward may be making."""
+        for group in self.live:
+            group._look_at_whole()
 
     def remove(self) -> None:
         """Give all groups their methods back."""
@@ -315,3 +326,17 @@ def _gathered_tensors(param: FSDPParam) -> Iterator[torch.Tensor]:
     piece = getattr(param, "_sharded_post_forward_param_data", None)  # set by the first such reshard
     if piece is not None:
         yield piece
+
+
+def _conversion(param: FSDPParam) -> tuple[int, int]:
+    """Bytes of this rank's piece as gathered, and of its converted copy (0 where none is made)."""
+    dtype = param.param_dtype or param.sharded_param.dtype
+    nbytes = param.padded_sharded_param_size.numel() * dtype.itemsize
+    return nbytes, nbytes if param.param_dtype is not None else 0
+
+
+def _add_sizes(sizes: dict[int, int], tensor: torch.Tensor) -> None:
+    found: Iterable[torch.UntypedStorage]
+    found = (tensor.untyped_storage(),) if type(tensor) is torch.Tensor else storages(tensor)
+    for storage in found:
+        sizes[id(storage)] = storage.nbytes()

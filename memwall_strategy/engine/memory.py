@@ -198,7 +198,7 @@ class MemoryAccount:
         found: set[int] = set()
         managed = {id(p) for group in self._counter.groups for p in group.managed()}
         for group in self._counter.groups:
-            group.measure_gathered()
+            group.look()
             for data in group.sharded_data():
                 self._count(data, Kind.PARAM, found)
         plain = [p for p in self._model.parameters() if id(p) not in managed]
@@ -235,10 +235,10 @@ class MemoryAccount:
         if self._counter is None:
             return
         for group in self._counter.groups:
-            group.track_gradients()
+            group.look_at_gradients()
         for parameter in self._plain:
             if parameter.grad is not None:
-                self._book.track_gradient(parameter.grad)
+                self._book.track(parameter.grad, Kind.GRAD)
         self._gradients_seen = True
 
     # -- hooks --
@@ -257,7 +257,7 @@ class MemoryAccount:
 
     def _after_gradient(self, parameter: nn.Parameter) -> None:
         if parameter.grad is not None:
-            self._book.track_gradient(parameter.grad)
+            self._book.track(parameter.grad, Kind.GRAD)
 
     def _before_optimizer(self, *_: Any) -> None:
         if not self._gradients_seen:

@@ -25,8 +25,8 @@ WALKED_KINDS = frozenset({Kind.PARAM, Kind.BUFFER}) | OPTIMIZER_KINDS
 """Kinds that are found by walking model and optimizers, and that seldom change."""
 
 
-class _StorageRef(weakref.ref):
-    """Weak reference to a storage that knows what was booked for it."""
+class StorageRef(weakref.ref):
+    """Weak reference to a storage: its id, the kind it counts under, and its bytes."""
 
     __slots__ = ("key", "kind", "nbytes")
 
@@ -45,12 +45,12 @@ class Book:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._device_type = device.type
         self._stale = False
         self._lock = threading.Lock()
         self._live: dict[str, int] = {}
         self._total = 0
-        self._held: dict[int, _StorageRef] = {}
+        self._held: dict[int, StorageRef] = {}
         self._saved: dict[int, list[int]] = {}
         """Storages that autograd saved: how many holders each has, and its bytes."""
         self._saved_refs: set[_SavedRef] = set()
@@ -82,6 +82,22 @@ class Book:
                 )
             self._change(kind, -nbytes)
 
+    def change(self, kind: str, nbytes: int) -> None:
+        """``add`` or, below zero, ``remove``, for a caller that keeps its own number."""
+        with self._lock:
+            if self._freed:
+                self._collect()
+            self._change(kind, nbytes)
+
+    def rename(self, ref: StorageRef, kind: str) -> None:
+        """Count a tracked storage that is alive under another kind."""
+        with self._lock:
+            self._collect()
+            if self._held.get(ref.key) is ref:
+                self._change(ref.kind, -ref.nbytes)
+                ref.kind = kind
+                self._change(kind, ref.nbytes)
+
     def brief(self, sizes: Mapping[str, int]) -> None:
         """Book things that lived together and are gone again: only the peaks see them."""
         with self._lock:
@@ -91,7 +107,7 @@ class Book:
             for kind, nbytes in sizes.items():
                 self._change(kind, -nbytes)
 
-    def track(self, tensor: torch.Tensor, kind: str) -> weakref.ref | None:
+    def track(self, tensor: torch.Tensor, kind: str) -> StorageRef | None:
         """Count the tensor's storage until it is freed; under the new kind where it is counted already.
 
         Returns:
@@ -104,29 +120,20 @@ class Book:
             ref = self._track(storage, kind)
         return ref
 
-    def track_gradient(self, gradient: torch.Tensor) -> None:
-        """``track`` for what is looked at again and again: a gradient that is counted already costs next to nothing."""
-        local = getattr(gradient, "_local_tensor", gradient) if type(gradient) is not torch.Tensor else gradient
-        if local.layout is torch.strided:
-            storage = local.untyped_storage()
-            ref = self._held.get(id(storage))
-            if ref is not None and ref.kind == Kind.GRAD and ref() is storage:
-                return
-        self.track(gradient, Kind.GRAD)
-
-    def _track(self, storage: torch.UntypedStorage, kind: str) -> weakref.ref | None:
-        nbytes = storage.nbytes()
-        if not nbytes or storage.device.type != self.device.type:
-            return None
+    def _track(self, storage: torch.UntypedStorage, kind: str) -> StorageRef | None:
         key = id(storage)
         ref = self._held.get(key)
-        if ref is not None and ref.kind == kind and ref.nbytes == nbytes and ref() is storage:
+        if ref is not None and ref.kind == kind and ref() is storage and ref.nbytes == storage.nbytes():
             return ref
+        nbytes = storage.nbytes()
+        if not nbytes or storage.device.type != self._device_type:
+            return None
         with self._lock:
-            self._collect()
+            if self._freed:
+                self._collect()
             ref = self._held.get(key)
             if ref is None:
-                ref = self._held[key] = _StorageRef(storage, self._freed.append)
+                ref = self._held[key] = StorageRef(storage, self._freed.append)
                 ref.key = key
             else:
                 self._change(ref.kind, -ref.nbytes)
@@ -170,7 +177,7 @@ class Book:
             self._collect()
             for storage in storages(tensor):
                 key, nbytes = id(storage), storage.nbytes()
-                if key in skip or key in self._held or not nbytes or storage.device.type != self.device.type:
+                if key in skip or key in self._held or not nbytes or storage.device.type != self._device_type:
                     continue
                 if (entry := self._saved.get(key)) is None:
                     self._saved[key] = [1, nbytes]
@@ -239,7 +246,7 @@ class Book:
     def _collect(self) -> None:
         while self._freed:
             ref = self._freed.popleft()
-            if type(ref) is _StorageRef:
+            if type(ref) is StorageRef:
                 if self._held.get(ref.key) is ref:  # not dropped before, and not a new storage at the same address
                     del self._held[ref.key]
                     self._change(ref.kind, -ref.nbytes)

@@ -72,7 +72,7 @@ def batch_for(model: nn.Module, seed: int) -> torch.Tensor:
     return torch.randn(3, 5, generator=generator)
 
 
-def shard(model: nn.Module, precision: str, mesh) -> None:  # noqa: ANN001
+def shard(model: nn.Module, precision: str, mesh) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = {
@@ -141,7 +141,7 @@ def internals(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, i
     return sizes
 
 
-def counted(account) -> dict[str, int]:  # noqa: ANN001
+def counted(account) -> dict[str, int]:
     live = account.current()
     states = (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MASTER, Kind.OPTIMIZER)
     sizes = {kind: live[kind] for kind in (Kind.PARAM, Kind.GRAD, Kind.BUFFER, Kind.GATHERED, Kind.COMM)}
@@ -178,7 +178,7 @@ def follow_all(rank: int, world: int) -> dict:
         }
 
 
-def follow_steps(rank: int, kind: str, precision: str, accumulate: int, whole: bool, mesh) -> dict:  # noqa: ANN001
+def follow_steps(rank: int, kind: str, precision: str, accumulate: int, whole: bool, mesh) -> dict:
     """Train and compare at every unit's forward and backward and at rest."""
     from memwall_strategy.engine.memory import MemoryAccount
 
