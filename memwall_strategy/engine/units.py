@@ -5,6 +5,7 @@ Everything here looks at classes, so it runs before ``fully_shard``, which renam
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from torch import nn
 
 from memwall_strategy.core.errors import ConfigError, nearest
 from memwall_strategy.engine.precision import keeps_statistics
+
+_Named = list[tuple[str, nn.Module]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,7 @@ def plan_sharding(model: nn.Module, *, unit_classes: tuple[str, ...], split: boo
         low_precision: modules with running statistics need groups of their own.
 
     Raises:
-        ConfigError: nothing to shard, ``unit_classes`` names no module that can be a unit, or a weight is tied across
-            units.
+        ConfigError: nothing to shard, ``unit_classes`` names no module that can be a unit, or they share weights.
     """
     if not has_parameters(model):
         raise ConfigError(
@@ -74,8 +76,8 @@ def plan_sharding(model: nn.Module, *, unit_classes: tuple[str, ...], split: boo
         roots = [(name, module) for name, module in roots if all(module is not unit for _, unit in units)]
     else:
         units = [(name, module) for name, module in units if module not in root_modules]
+    units = _without_ties(model, units, roots, chosen=bool(unit_classes))
     apart = _apart(model, [m for _, m in units] + [m for _, m in roots], low_precision)
-    _check_tied(model, [m for _, m in (*units, *apart, *roots)])
     return ShardPlan(tuple(units), tuple(apart), tuple(roots), crown)
 
 
@@ -205,21 +207,51 @@ def _apart(model: nn.Module, groups: list[nn.Module], low_precision: bool) -> li
     return [(names[m], m) for m in apart]
 
 
-def _check_tied(model: nn.Module, groups: list[nn.Module]) -> None:
-    """Refuse a weight that two groups would shard, each its own copy of it."""
+@dataclass(frozen=True, slots=True)
+class _Tie:
+    """One weight that two groups would shard, each its own copy of it."""
+
+    groups: tuple[nn.Module, nn.Module]
+    names: tuple[str, str]
+
+
+def _ties(model: nn.Module, groups: list[nn.Module]) -> list[_Tie]:
     names = {module: name for name, module in model.named_modules()}
     owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    ties = []
     for group in groups:
         for module in _until(group, set(groups) - {group}):
             for name, parameter in module.named_parameters(recurse=False):
                 full = f"{names[module]}.{name}" if names[module] else name
                 owner, first = owners.setdefault(parameter, (group, full))
                 if owner is not group:
-                    raise ConfigError(
-                        f"{first} and {full} are tied, but lie in different units ({names[owner] or 'root'} and "
-                        f"{names[group] or 'root'}), which are gathered one after the other. Name classes of units "
-                        "that hold both, or neither, with unit_classes=(...)."
-                    )
+                    ties.append(_Tie((owner, group), (first, full)))
+    return ties
+
+
+def _without_ties(model: nn.Module, units: _Named, roots: _Named, *, chosen: bool) -> _Named:
+    """Units that share no weight with what lies outside them.
+
+    Raises:
+        ConfigError: the user chose the units.
+    """
+    ties = _ties(model, [module for _, module in (*units, *roots)])
+    if not ties:
+        return units
+    names = {module: name for name, module in model.named_modules()}
+    first, second = (names[group] or "root" for group in ties[0].groups)
+    said = f"{' and '.join(ties[0].names)} are one weight, but lie in different units ({first} and {second})"
+    if chosen:
+        raise ConfigError(
+            f"{said}, which are gathered one after the other. Name classes of units that hold both, or neither, with "
+            "unit_classes=(...)."
+        )
+    warnings.warn(
+        f"{said}: units that share weights are gathered with their root. Name others with unit_classes=(...).",
+        stacklevel=4,
+    )
+    tied = {group for tie in ties for group in tie.groups}
+    return [(name, module) for name, module in units if module not in tied]
 
 
 def _until(module: nn.Module, stops: set[nn.Module]) -> list[nn.Module]:
