@@ -238,23 +238,34 @@ def test_every_module_is_in_one_list_only():
 # -- weights that two groups would share --
 
 
-@pytest.mark.parametrize("where", ["two units", "a unit and the root"])
-def test_weights_tied_across_units_are_refused(where):
-    """FSDP2 would shard each copy by itself."""
+def tied(where):
     model = Net()
     if where == "two units":
         model.blocks[2].up.weight = model.blocks[0].up.weight
+    elif where == "a unit and the root":
+        model.head.weight = model.blocks[2].up.weight
     else:
-        model.head.weight = model.blocks[1].up.weight
-    with pytest.raises(ConfigError, match=r"blocks\.\d\.up\.weight.* tied, but lie in different units \(blocks\."):
-        plan(model)
+        model.blocks[2].up = model.blocks[0].up
+    return model
 
 
-def test_a_module_shared_by_two_units_is_refused():
-    model = Net()
-    model.blocks[2].up = model.blocks[0].up
-    with pytest.raises(ConfigError, match=r"different units \(blocks\.0 and blocks\.2\)"):
-        plan(model)
+@pytest.mark.parametrize("where", ["two units", "a unit and the root", "a shared module"])
+def test_chosen_units_that_share_a_weight_are_refused(where):
+    """FSDP2 would gather one after the other, each its own copy."""
+    with pytest.raises(
+        ConfigError, match=r"blocks\.\d\.up\.weight.* are one weight, but lie in different units \(blocks\."
+    ):
+        plan(tied(where), "Block")
+
+
+@pytest.mark.parametrize("where", ["two units", "a unit and the root", "a shared module"])
+def test_found_units_that_share_a_weight_go_to_the_root_with_a_warning(where):
+    model = tied(where)
+    with pytest.warns(UserWarning, match="are one weight.*gathered with their root"):
+        found = plan(model)
+    left = ["blocks.0", "blocks.1"] if where == "a unit and the root" else ["blocks.1"]
+    assert names(found.units) == left
+    assert names(found.roots) == [""]
 
 
 def test_weights_tied_inside_a_unit_or_inside_the_root_are_fine():
