@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -42,11 +43,20 @@ def wrapped_sampler(sampler: Any) -> Any:
 
 def follow(loader: Any, trainer: Any) -> None:
     """Let a positioned loader know what ``trainer`` has trained on, and ``trainer`` how many batches it has."""
+    trainer_ref = weakref.ref(trainer)  # the trainer holds the loader: no cycle
+
+    def ahead() -> int:
+        return 0 if (alive := trainer_ref()) is None else batches_ahead(alive)
+
+    def on_move() -> None:
+        if (alive := trainer_ref()) is not None:
+            refresh_lengths(alive)
+
     while loader is not None:
         if hasattr(loader, "ahead"):
-            loader.ahead = lambda: batches_ahead(trainer)
+            loader.ahead = ahead
         if hasattr(loader, "positions"):
-            loader.positions.on_move = lambda: refresh_lengths(trainer)
+            loader.positions.on_move = on_move
         loader = getattr(loader, "_loader", None)  # inside an EvenLoader
 
 

@@ -29,6 +29,7 @@ Where ranks deal for themselves, ``runtime.even`` lets them end together.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -108,7 +109,7 @@ class PositionedLoader(DataLoader):
             at, _weight = self.positions.after(at)
         self.positions.move_to(at)
 
-    def _open(self, owner: _Pass) -> tuple[Position, Iterator[Any]]:
+    def _open(self, owner: object) -> tuple[Position, Iterator[Any]]:
         moved = not self.positions.begun
         start = self.positions.begin()
         if moved:
@@ -119,7 +120,7 @@ class PositionedLoader(DataLoader):
         self.generator.manual_seed(mix_seeds("workers", seed, start.epoch, start.round, start.batches, self._rank))
         return start, super().__iter__()
 
-    def _handed_out(self, owner: _Pass, at: Position, weight: float) -> None:
+    def _handed_out(self, owner: object, at: Position, weight: float) -> None:
         if owner is self._owner:  # only the pass begun last is training's
             self._trail.append((at, weight))
 
@@ -131,11 +132,14 @@ class _Pass(Iterator[Any]):
         self._loader = loader
         self._batches: Iterator[Any] | None = None
         self._at = Position()
+        # The loader knows the pass by this and holds no reference to it. Workers end when the last reference to their
+        # iterator goes; in a cycle they would wait for the garbage collector, and then for each other.
+        self._key = object()
 
     def __next__(self) -> Any:
         loader = self._loader
         if self._batches is None:
-            self._at, self._batches = loader._open(self)
+            self._at, self._batches = loader._open(self._key)
         left = loader.positions.steps_left(self._at)
         try:
             batch = next(self._batches)
@@ -147,7 +151,7 @@ class _Pass(Iterator[Any]):
             self._miscounted("more")
             return batch
         self._at, weight = loader.positions.after(self._at)
-        loader._handed_out(self, self._at, weight)
+        loader._handed_out(self._key, self._at, weight)
         return batch
 
     def _miscounted(self, how_many: str) -> None:
@@ -275,7 +279,9 @@ def _positioned(loader: DataLoader, positions: PositionSampler, rank: int) -> Po
     positioned._trail = deque([(positions.start, 1.0)], maxlen=TRAIL)
     if positions.count_passes:
         # Fabric's wrapper takes over a loader's attributes but not its class; these make the wrapper stateful too
-        positioned.state_dict, positioned.load_state_dict = positioned.state_dict, positioned.load_state_dict
+        itself = weakref.ref(positioned)
+        positioned.state_dict = lambda: PositionedLoader.state_dict(itself())
+        positioned.load_state_dict = lambda state: PositionedLoader.load_state_dict(itself(), state)
     return positioned
 
 
