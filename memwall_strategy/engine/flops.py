@@ -44,8 +44,8 @@ class FlopCount(TorchDispatchMode):
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` wraps the module (it keeps what it wraps as ``_orig_mod``)."""
-    return hasattr(module, "_orig_mod")
+    """Whether ``torch.compile`` wraps the module (it keeps what it wraps as ``_orig_mod``) or it was compiled in place."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -11,8 +11,8 @@ from torch import nn
 from memwall_strategy.core.lane import LaneStats
 from memwall_strategy.engine.flops import FlopCount, is_compiled, measured_peak_flops
 
-_COUNTED_STEP = 1
-"""The second step of a run is counted: the first one also builds what is built lazily."""
+_UNCOUNTED_STEPS = 1
+"""The operations of the step after these are counted: the first one also builds what is built lazily."""
 
 
 class StepMeter:
@@ -32,15 +32,16 @@ class StepMeter:
         self._peak = 0.0
         self._start_s = 0.0
         self._tokens = 0
+        self._ended = 0
 
     def look_at(self, model: nn.Module) -> None:
         """Compiled modules hide their operations: MFU is then left out."""
         self._countable = not any(is_compiled(module) for module in model.modules())
 
-    def begin(self, step: int) -> None:
+    def begin(self) -> None:
         """Start the clock."""
         self._tokens = 0
-        if step == _COUNTED_STEP and self._countable and not self._flops_per_step:
+        if self._ended >= _UNCOUNTED_STEPS and self._countable and not self._flops_per_step:
             self._peak = measured_peak_flops(self._device, self._dtype)
             self._count = FlopCount()
             self._count.__enter__()
@@ -53,6 +54,7 @@ class StepMeter:
     def end(self, lanes: Mapping[str, LaneStats]) -> dict[str, float]:
         """Stop the clock and return the step's figures."""
         step_s = time.perf_counter() - self._start_s
+        self._ended += 1
         self._stop_counting()
         exposed_s = sum(stats.exposed_s for stats in lanes.values())
         figures = {"memwall/step_s": step_s}

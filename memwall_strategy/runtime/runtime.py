@@ -212,7 +212,9 @@ class Runtime:
         if self._in_step:
             return
         self._in_step = True
-        self._meter.begin(self.steps)
+        for lane in self.lanes.values():
+            lane.take_stats()  # of an evaluation between two steps
+        self._meter.begin()
         for pillar in self.pillars:
             pillar.before_step(self)
 
