@@ -17,8 +17,8 @@ calls is kept short: gathered weights and whole gradients are numbers, only buff
 Relied on: autograd's nodes and the hooks of the module look these methods up on the instance; the attributes
 ``_all_gather_result.all_gather_output``, ``all_gather_outputs``, ``_unsharded_inner_tensors``, ``_unsharded_param``,
 ``unsharded_accumulated_grad``, ``_sharded_post_forward_param_data``, ``_partial_reduce_output``, ``param_dtype``,
-``_orig_dtype``, ``_reduce_scatter_comm``; that the reduction asks for its output after it dropped the whole gradients.
-``tests/engine/test_memory_ranks.py`` fails when one of them changes.
+``_orig_dtype``, ``_reduce_dtype``, ``_reduce_scatter_comm``; that each group has a comm of its own, whose reduction asks
+for its output after the whole gradients were dropped. ``tests/engine/test_memory_ranks.py`` fails when one of them changes.
 
 Not seen: temporaries of parameters sharded on another dim than 0, zeros that stand in for missing gradients, the
 quotient where one rank divides its gradients by a factor, one parameter's conversion of an unreduced gradient, and the
@@ -27,7 +27,7 @@ first gradient of a weight used twice, which waits inside autograd for the secon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from torch import nn
 
 from memwall_strategy.core.block import Kind
 from memwall_strategy.engine.fsdp import FSDPParam, FSDPParamGroup, TrainingState, fsdp_groups
-from memwall_strategy.engine.storages import Book, StorageRef, storages
+from memwall_strategy.engine.storages import Book, StorageRef
 
 
 class _Wrap:
@@ -78,8 +78,11 @@ class GroupCounter:
         self._whole: list[nn.Parameter] = []
         self._casts: list[tuple[int, int]] = []
         self._cast_bytes = 0
+        self._may_convert = True
+        self._keeps_whole = True
+        """Whether gradients may rest unreduced: then also in another dtype than backward makes."""
         # - The reduction in progress
-        self._buffers: list[tuple[StorageRef | None, torch.Tensor]] = []
+        self._buffers: list[tuple[StorageRef | None, torch.dtype]] = []
 
         self._wraps = [
             _Wrap(group, "unshard", self._around_unshard),
@@ -118,6 +121,8 @@ class GroupCounter:
         self._whole = [whole for p in params if (whole := getattr(p, "_unsharded_param", None)) is not None]
         self._casts = [_conversion(param) for param in params if hasattr(param, "param_dtype")]  # set before a gather
         self._cast_bytes = sum(cast for _, cast in self._casts)
+        self._may_convert = self._cast_bytes > 0 or getattr(self.group, "_reduce_dtype", None) is not None
+        self._keeps_whole = True
         self._full_bytes = None
         nbytes = 0
         for param in params:
@@ -144,16 +149,17 @@ class GroupCounter:
             self._book.track(self.group._partial_reduce_output, Kind.GRAD)
 
     def _look_at_whole(self) -> None:
-        sizes: dict[int, int] = {}
+        new_bytes = kept_bytes = 0
         for whole in self._whole:
             if (gradient := whole.grad) is not None:
-                _add_sizes(sizes, gradient)
-        new_bytes = sum(sizes.values())
-        for param in self.group.fsdp_params:
-            if (gradient := param.unsharded_accumulated_grad) is not None:
-                _add_sizes(sizes, gradient)
-        self._set_whole(sum(sizes.values()))
-        self._added_bytes = new_bytes if self._whole_bytes > new_bytes else 0
+                new_bytes += _own_bytes(gradient)
+        if self._keeps_whole:
+            for param in self.group.fsdp_params:
+                if (gradient := param.unsharded_accumulated_grad) is not None:
+                    kept_bytes += _own_bytes(gradient)
+        self._set_whole(new_bytes + kept_bytes)
+        self._added_bytes = new_bytes if kept_bytes else 0
+        self._keeps_whole = kept_bytes > 0
 
     def _set_whole(self, nbytes: int) -> None:
         if nbytes != self._whole_bytes:
@@ -177,8 +183,10 @@ class GroupCounter:
             result = group._all_gather_result
             if result is None or result is before or not self._active:
                 return
+            if self._full_bytes is None:
+                self.look()  # the dtypes are settled by now
             flat = result.all_gather_output
-            if self._book.track(flat, Kind.COMM) is not None and self._cast_bytes:
+            if self._book.hold(flat, Kind.COMM) is not None and self._cast_bytes:
                 self._book.brief({Kind.COMM: self._cast_bytes})  # copies in the compute's dtype lived until just now
 
         return unshard
@@ -216,8 +224,8 @@ class GroupCounter:
         def to_sharded_post_forward() -> None:
             inner()
             if self._active:  # a piece of the gathered weights stays
-                self._set_gathered(sum(t.untyped_storage().nbytes() for p in self.group.fsdp_params
-                                       for t in _gathered_tensors(p)))  # fmt: skip
+                tensors = (tensor for param in self.group.fsdp_params for tensor in _gathered_tensors(param))
+                self._set_gathered(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
 
         return to_sharded_post_forward
 
@@ -234,15 +242,14 @@ class GroupCounter:
             self._set_whole(self._whole_bytes - self._added_bytes)
             self._watch_reduce_comm()
             self._buffers.clear()
-            partial = self.group._partial_reduce_output
-            partial_bytes = 0 if partial is None else partial.nbytes
-            del partial  # dropped by the reduction if it is the last one
-            adds = any(param.sharded_param.grad is not None for param in self.group.fsdp_params)
+            before = self._before_reduction() if self._may_convert else (False, 0)
             inner(*args)
+            if not self.group.reduce_grads:
+                self._keeps_whole = True
             if self._whole_bytes:  # a reduction that is not FSDP2's own, or none
                 self._look_at_whole()
             if len(self._buffers) == 2:
-                self._settle_reduction(adds, partial_bytes)
+                self._settle_reduction(*before)
                 self._buffers.clear()
 
         return post_backward
@@ -259,34 +266,38 @@ class GroupCounter:
                 if self._active:
                     if self._buffers:  # the second of two, the output: the whole gradients are gone
                         self._set_whole(0)
-                    self._buffers.append((self._book.track(buffer, Kind.COMM), buffer.new_empty(0)))
+                    self._buffers.append((self._book.hold(buffer, Kind.COMM), buffer.dtype))
                 return buffer
 
             return allocate
 
         self._wraps.append(_Wrap(comm, "allocate", around))
 
-    def _settle_reduction(self, adds: bool, partial_bytes: int) -> None:
-        """The reduction's output has become the sharded gradient, or was converted or added to it.
+    def _before_reduction(self) -> tuple[bool, int]:
+        """Whether there is a gradient to add to, and the bytes of the sum of earlier micro-batches."""
+        partial = self.group._partial_reduce_output
+        adds = any(param.sharded_param.grad is not None for param in self.group.fsdp_params)
+        return adds, 0 if partial is None else partial.nbytes
 
-        Args:
-            adds: there was a gradient before.
-            partial_bytes: sum of earlier micro-batches, which lived until the reduction returned.
-        """
-        group, (ref, like) = self.group, self._buffers[1]
+    def _settle_reduction(self, adds: bool, partial_bytes: int) -> None:
+        """The reduction's output has become the sharded gradient, or was converted or added to it."""
+        group, (ref, dtype) = self.group, self._buffers[1]
         if ref is None:
             return
         if group._partial_reduce_output is not None:
             self._book.track(group._partial_reduce_output, Kind.GRAD)
             return
         wanted = group._orig_dtype
-        if like.dtype == wanted:
-            if not adds and ref() is not None:
-                self._book.rename(ref, Kind.GRAD)
+        if dtype == wanted:
+            for param in group.fsdp_params:
+                if (gradient := param.sharded_param.grad) is not None:
+                    if id(gradient._local_tensor.untyped_storage()) == ref.key:  # a view of the output, as all others
+                        self._book.rename(ref, Kind.GRAD)
+                    return
             return
         self.look_at_gradients()
         output_bytes = 0 if ref() is not None else ref.nbytes  # held further for replicas: then it is counted as it is
-        converted_bytes = ref.nbytes // like.dtype.itemsize * wanted.itemsize if adds else 0
+        converted_bytes = ref.nbytes // dtype.itemsize * wanted.itemsize if adds else 0
         self._book.brief({Kind.COMM: output_bytes, Kind.GRAD: converted_bytes + partial_bytes})
 
     def _brief_single_rank_cast(self) -> None:
@@ -335,8 +346,6 @@ def _conversion(param: FSDPParam) -> tuple[int, int]:
     return nbytes, nbytes if param.param_dtype is not None else 0
 
 
-def _add_sizes(sizes: dict[int, int], tensor: torch.Tensor) -> None:
-    found: Iterable[torch.UntypedStorage]
-    found = (tensor.untyped_storage(),) if type(tensor) is torch.Tensor else storages(tensor)
-    for storage in found:
-        sizes[id(storage)] = storage.nbytes()
+def _own_bytes(gradient: torch.Tensor) -> int:
+    """Bytes of a whole gradient: autograd gives each its own storage."""
+    return gradient.nbytes if type(gradient) is torch.Tensor else getattr(gradient, "_local_tensor", gradient).nbytes

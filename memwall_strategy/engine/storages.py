@@ -120,6 +120,23 @@ class Book:
             ref = self._track(storage, kind)
         return ref
 
+    def hold(self, buffer: torch.Tensor, kind: str) -> StorageRef | None:
+        """``track`` for a plain tensor that is surely on the book's device: what happens in every unit."""
+        storage = buffer.untyped_storage()
+        nbytes = storage.nbytes()
+        if not nbytes:
+            return None
+        key = id(storage)
+        with self._lock:
+            if self._freed:
+                self._collect()
+            if (ref := self._held.get(key)) is not None:
+                return ref  # whoever allocated it tracks it too
+            ref = self._held[key] = StorageRef(storage, self._freed.append)
+            ref.key, ref.kind, ref.nbytes = key, kind, nbytes
+            self._change(kind, nbytes)
+        return ref
+
     def _track(self, storage: torch.UntypedStorage, kind: str) -> StorageRef | None:
         key = id(storage)
         ref = self._held.get(key)
