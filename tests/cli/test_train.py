@@ -48,6 +48,7 @@ def numbers(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(int(row["step"]), float(row[name])) for row in read_csv(folder / "metrics.csv")[1] if row.get(name)]
 
 
+@pytest.mark.timeout(2 * TIMEOUT_S + 30)
 def test_train_then_resume(tmp_path: Path) -> None:
     done = memwall_train(tmp_path, "trainer.max_steps=30", "trainer.val_check_interval=12")
     assert done.returncode == 0, done.stdout + done.stderr
