@@ -44,7 +44,7 @@ class FlopCount(TorchDispatchMode):
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` wraps the module (it keeps what it wraps as ``_orig_mod``) or it was compiled in place."""
+    """Whether the module is compiled: wrapped (``_orig_mod`` is what ``torch.compile`` wraps), or in place."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
