@@ -17,8 +17,9 @@ calls is kept short: gathered weights and whole gradients are numbers, only buff
 Relied on: autograd's nodes and the hooks of the module look these methods up on the instance; the attributes
 ``_all_gather_result.all_gather_output``, ``all_gather_outputs``, ``_unsharded_inner_tensors``, ``_unsharded_param``,
 ``unsharded_accumulated_grad``, ``_sharded_post_forward_param_data``, ``_partial_reduce_output``, ``param_dtype``,
-``_orig_dtype``, ``_reduce_dtype``, ``_reduce_scatter_comm``; that each group has a comm of its own, whose reduction asks
-for its output after the whole gradients were dropped. ``tests/engine/test_memory_ranks.py`` fails when one of them changes.
+``_orig_dtype``, ``_reduce_dtype``, ``_reduce_scatter_comm``; that each group has a comm of its own, whose reduction
+asks for its output after the whole gradients were dropped. ``tests/engine/test_memory_ranks.py`` fails when one of them
+changes.
 
 Not seen: temporaries of parameters sharded on another dim than 0, zeros that stand in for missing gradients, the
 quotient where one rank divides its gradients by a factor, one parameter's conversion of an unreduced gradient, and the
