@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from tests.ranks import stop_server
+
 _SESSION_VARIABLE = "MEMWALL_TEST_SESSION"
 """In the environment of every process that the tests start, so that one that lost its parent is still found."""
 
@@ -71,6 +73,7 @@ def _why_no_cuda(count: int = 1) -> str:
 def no_process_left() -> Iterator[None]:
     """At the end of the session nothing that a test started is alive, whoever its parent is by then."""
     yield
+    stop_server()
     deadline = time.monotonic() + _LEFT_GRACE_S
     while (left := _left_processes()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,7 +1,7 @@
 """The one helper that starts ranks: bounded in time, every rank's output shown on failure.
 
 A worker is a module-level function of a test module. It runs in processes of its own, with torch limited to one
-thread, and its return value (JSON) comes back, one for each rank:
+thread (forked from ``tests.rank_server``), and its return value (JSON) comes back, one for each rank:
 
     def worker(rank, world, scale):
         with process_group():
@@ -28,7 +28,10 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+from tests.rank_server import RankServer
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+_READ_AT_START = ("MALLOC_", "PYTHON", "TORCH_DEVICE_BACKEND", "OMP_", "MKL_", "LD_", "CUDA_")
 
 
 class RanksFailed(AssertionError):
@@ -68,16 +71,8 @@ def run_ranks(
                 "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
                 **(env or {}),
             }
-            command = [
-                sys.executable, "-W", "ignore", "-m", "tests.ranks",
-                worker.__module__, worker.__qualname__, json.dumps(arguments), str(base / f"{rank}.json"),
-            ]  # fmt: skip
-            with (base / f"{rank}.log").open("w") as log:
-                processes.append(
-                    subprocess.Popen(
-                        command, stdout=log, stderr=subprocess.STDOUT, env=rank_env, cwd=ROOT, start_new_session=True
-                    )
-                )
+            task = (worker.__module__, worker.__qualname__, json.dumps(arguments), str(base / f"{rank}.json"))
+            processes.append(_start(task, str(base / f"{rank}.log"), rank_env, fresh=_needs_fresh(env)))
         deadline = time.monotonic() + timeout_s
         try:
             while any(p.poll() is None for p in processes):
@@ -98,9 +93,7 @@ def run_ranks(
             logs = "\n".join(f"--- rank {r} ---\n{(base / f'{r}.log').read_text()[-6000:]}" for r in range(world))
             what = f"ranks {hung} were stopped after {timeout_s:.0f} s or after another's failure; " if hung else ""
             raise RanksFailed(f"{what}exit codes {codes}, expected {expected}\n{logs}")
-        return [
-            json.loads(path.read_text()) if (path := base / f"{r}.json").exists() else None for r in range(world)
-        ]
+        return [json.loads(path.read_text()) if (path := base / f"{r}.json").exists() else None for r in range(world)]
 
 
 @contextlib.contextmanager
@@ -123,8 +116,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _main() -> None:
-    module, name, arguments, result = sys.argv[1:]
+def run_worker(module: str, name: str, arguments: str, result: str) -> None:
+    """What a rank does."""
     import torch
 
     torch.set_num_threads(1)
@@ -133,5 +126,35 @@ def _main() -> None:
     pathlib.Path(result).write_text(json.dumps(value))
 
 
+_server: RankServer | None = None
+
+
+def stop_server() -> None:
+    """End the rank server of this session, if there is one."""
+    global _server
+    if _server is not None:
+        _server.stop()
+        _server = None
+
+
+def _needs_fresh(env: dict[str, str] | None) -> bool:
+    """Whether a variable is read when the process or its libraries start, so that a fork would not see it."""
+    return any(name.startswith(_READ_AT_START) for name in env or {})
+
+
+def _start(task: tuple[str, str, str, str], log: str, env: dict[str, str], *, fresh: bool) -> Any:
+    global _server
+    if not fresh and sys.platform.startswith("linux"):
+        if _server is None:
+            command = [sys.executable, "-W", "ignore", "-m", "tests.rank_server"]
+            _server = RankServer(command, {**os.environ, "PYTHONPATH": env["PYTHONPATH"]}, str(ROOT))
+        return _server.spawn(*task, log, env)
+    with open(log, "w") as out:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.ranks", *task],
+            stdout=out, stderr=subprocess.STDOUT, env=env, cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
+
+
 if __name__ == "__main__":
-    _main()
+    run_worker(*sys.argv[1:])
