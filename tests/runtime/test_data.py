@@ -152,6 +152,27 @@ def test_augmentations_in_workers_repeat_after_a_resume(workers):
     assert len(np.unique(drawn)) == drawn.size  # no two samples share a draw
 
 
+def test_workers_start_from_a_seed_of_the_place_and_the_rank():
+    def seed_of(epoch, rank, consumed=None):
+        loader = positioned(DataLoader(Ids(8), None), rank=rank)
+        loader.sampler.set_epoch(epoch)
+        if consumed is not None:
+            loader.skip(epoch, consumed)
+        next(iter(loader))
+        return loader.generator.initial_seed()
+
+    seeds = [seed_of(0, 0), seed_of(1, 0), seed_of(0, 1), seed_of(0, 0, consumed=3)]
+    assert len(set(seeds)) == 4 and seed_of(1, 0) == seeds[1]
+
+
+def test_persistent_workers_of_the_given_loader_are_not_taken_over():
+    given = DataLoader(Ids(6), 2, num_workers=1, persistent_workers=True)
+    ids(given)
+    loader = positioned(given)
+    loader.skip(0, 2)
+    assert ids(loader) == [[4, 5]] and ids(given) == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_the_users_seed_is_kept():
     def first(generator, seed):
         return ids(positioned(DataLoader(Ids(30), 30, shuffle=True, generator=generator), seed=seed))
