@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from memwall_strategy.config import MemwallConfig, parse_size
-from memwall_strategy.core.block import Phase
+from memwall_strategy.core.block import Kind, Phase
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.core.lane import Lane, Span
 from memwall_strategy.core.pillar import Pillar
@@ -54,6 +54,7 @@ class Runtime:
         units: what was sharded.
         lanes: name -> Lane; empty where communication is the engine's own.
         memory: the account of live bytes; None with ``pool.enabled=false``.
+        kind_peaks: phase -> kind -> most bytes held in any step that ended; activations in deep mode only.
         steps: optimizer steps that ended.
         recomputes_itself: the model brings its own activation checkpointing (Hugging Face).
     """
@@ -78,6 +79,7 @@ class Runtime:
         self.units: tuple[Unit, ...] = ()
         self.memory: MemoryAccount | None = None
         self.budget_bytes: int | None = None
+        self.kind_peaks: dict[Phase, dict[Kind, int]] = {}
         self.steps = 0
         self.recomputes_itself = False
         self._fsdp_lanes: FsdpLanes | None = None
@@ -291,9 +293,16 @@ class Runtime:
             self._last |= self._memory_metrics()
             if self.budget_bytes is not None:
                 self.memory.check_budget(self.budget_bytes)
+            self._keep_peaks()
             self.memory.reset_peak()
         for pillar in self.pillars:
             pillar.after_step(self)
+
+    def _keep_peaks(self) -> None:
+        for phase, kinds in self.memory.kind_peaks().items():
+            kept = self.kind_peaks.setdefault(phase, {})
+            for kind, nbytes in kinds.items():
+                kept[kind] = max(nbytes, kept.get(kind, 0))
 
     def abort_step(self, error: BaseException) -> None:
         """Bring engine and pillars back to rest after ``error`` broke a step; gradients of the step are dropped."""

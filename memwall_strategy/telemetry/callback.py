@@ -57,17 +57,11 @@ class Telemetry(L.Callback):
             for logger in trainer.loggers:
                 logger.log_metrics({**self.last, **rates}, step=step)
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        """Take the account's peaks of the step before the runtime starts it anew for the next one."""
-        runtime = trainer.strategy.runtime
-        if runtime.memory is None:
-            return
-        deep = runtime.config.pool.deep_accounting
-        for phase, kinds in runtime.memory.kind_peaks().items():
-            kept = self.peak_bytes.setdefault(str(phase), {})
-            for kind, size_bytes in kinds.items():
-                if kind != Kind.ACTIVATION or deep:  # else it is not counted, which is not the same as none
-                    kept[str(kind)] = max(size_bytes, kept.get(str(kind), 0))
-
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.train_s = time.perf_counter() - self._start_s
+        runtime = trainer.strategy.runtime
+        deep = runtime.config.pool.deep_accounting
+        self.peak_bytes = {
+            str(phase): {str(kind): n for kind, n in kinds.items() if kind != Kind.ACTIVATION or deep}
+            for phase, kinds in runtime.kind_peaks.items()
+        }

@@ -26,7 +26,7 @@ def trainer(*, deep: bool = False, **more: Any) -> Any:
     """What the callbacks read of a trainer under memwall."""
     runtime = SimpleNamespace(
         metrics=lambda: {names.STEP_S: 0.25, names.TOKENS_PER_S: 4096.0, names.EXPOSED_FRACTION: 0.031},
-        memory=SimpleNamespace(kind_peaks=lambda: {Phase.STEP: {Kind.PARAM: 64, Kind.ACTIVATION: 0}}),
+        kind_peaks={Phase.STEP: {Kind.PARAM: 64, Kind.ACTIVATION: 0}},
         config=SimpleNamespace(pool=SimpleNamespace(deep_accounting=deep)),
     )
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -83,7 +83,7 @@ def test_telemetry_logs_each_optimizer_step_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("deep", [True, False])
 def test_activations_that_are_not_counted_are_not_zero(deep: bool) -> None:
     telemetry = Telemetry()
-    telemetry.on_before_optimizer_step(trainer(deep=deep), None, None)
+    telemetry.on_train_end(trainer(deep=deep), None)
     assert telemetry.peak_bytes == {"step": {"param": 64} | ({"activation": 0} if deep else {})}
 
 
