@@ -13,8 +13,8 @@ from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.planner.specs import item_bytes
 
 _BLOCK_HIDDEN_TENSORS = 16
-"""Hidden-sized tensors that a block saves with MLP ratio 4, fused attention and no dropout: inputs of both norms (2), of
-the query-key-value projection (1), q, k, v (3), the attention's output, which is the projection's input (1), input of
+"""Hidden-sized tensors that a block saves with MLP ratio 4, fused attention and no dropout: inputs of both norms (2),
+of the query-key-value projection (1), q, k, v (3), the attention's output, which the projection reads (1), input of
 the first MLP layer (1), and the two 4x tensors around the activation function (8). Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models" (2022), count the same and add dropout masks."""
 
