@@ -24,6 +24,7 @@ _EXPORTS = {
     "MemwallError": "memwall_strategy.core.errors",
     "ConfigError": "memwall_strategy.core.errors",
     "CheckpointError": "memwall_strategy.core.errors",
+    "CollectiveError": "memwall_strategy.core.errors",
     "PeerLost": "memwall_strategy.core.errors",
     "TransferError": "memwall_strategy.core.errors",
 }

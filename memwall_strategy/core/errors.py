@@ -40,6 +40,21 @@ class PeerLost(MemwallError):
         self.ranks = ranks
 
 
+class CollectiveError(MemwallError):
+    """A collective failed or timed out although every rank of the job is alive, or a rank reported that it gave up.
+
+    Sticky like ``PeerLost``: the connections were closed, so every later collective raises it again, until the groups
+    are configured anew.
+
+    Attributes:
+        ranks: global ranks that had not arrived at the collective, or that gave up, ascending; empty where unknown.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest allowed name, or an empty string when none is close."""
     match = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)

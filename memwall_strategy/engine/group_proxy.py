@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from memwall_strategy.core.errors import MemwallError
+from memwall_strategy.core.errors import CollectiveError, MemwallError
 from memwall_strategy.engine import inner_group
 from memwall_strategy.engine.inner_group import GroupSpec, InnerGroup
-from memwall_strategy.engine.peer_verdict import CollectiveError, brief
+from memwall_strategy.engine.peer_verdict import brief
 
 BACKEND = "memwall"
 

@@ -11,28 +11,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from memwall_strategy.core.errors import MemwallError
-
 Progress = dict[str, tuple[int, str]]
 """For each group, by name: collectives issued so far, and the last one's name."""
 
 STICKY = "Every later collective raises this error again."
 REMEDY = f"{STICKY} Resume from the last checkpoint."
-
-
-class CollectiveError(MemwallError):
-    """A collective failed or timed out although every rank of the job is alive, or a rank reported that it gave up.
-
-    Sticky like ``PeerLost``: the connections were closed, so every later collective raises it again, until the groups
-    are configured anew.
-
-    Attributes:
-        ranks: global ranks that had not arrived at the collective, or that gave up, ascending; empty where unknown.
-    """
-
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.ranks = ranks
 
 
 @dataclass(frozen=True, slots=True)

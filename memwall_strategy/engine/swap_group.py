@@ -26,10 +26,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch._C._distributed_c10d import _DistributedBackendOptions  # private: what an ``extended_api`` backend is given
 
-from memwall_strategy.core.errors import ConfigError, MemwallError
+from memwall_strategy.core.errors import CollectiveError, ConfigError, MemwallError
 from memwall_strategy.engine.group_proxy import BACKEND, SwapGroup, SwapWork
 from memwall_strategy.engine.inner_group import CudaBackend, GroupSpec, InnerGroup
-from memwall_strategy.engine.peer_verdict import CollectiveError, Progress, brief
+from memwall_strategy.engine.peer_verdict import Progress, brief
 from memwall_strategy.engine.peer_watch import DEFAULT_GRACE_S, PeerWatch
 
 _EXIT_WAIT_S = 1.0

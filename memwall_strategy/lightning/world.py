@@ -45,7 +45,7 @@ def group_backend(config: MemwallConfig, device_type: str) -> str:
     wanted = config.resilience.swappable_groups
     if not config.resilience.enabled or not (plain == "gloo" if wanted is None else wanted):
         return plain
-    register_backend()
+    register_backend(cuda=plain)
     return BACKEND
 
 

@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.core.errors import CollectiveError, ConfigError
 from memwall_strategy.engine import group_proxy, swap_group
-from memwall_strategy.engine.peer_verdict import CollectiveError
 from tests.ranks import free_port, run_ranks
 
 PATIENCE = timedelta(seconds=60)
