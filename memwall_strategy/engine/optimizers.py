@@ -37,7 +37,7 @@ def point_at_shards(
             unknown = [p for p in group["params"] if p not in before and p not in set(after.values())]
             if unknown:
                 raise ConfigError(
-                    f"{type(optimizer).__name__} holds {len(unknown)} parameters that are not in "
-                    f"{type(model).__name__}. Make it with model.parameters()."
+                    f"{type(optimizer).__name__} holds {len(unknown)} parameters that are not in the model set up "
+                    "with it. Make it with model.parameters()."
                 )
             group["params"] = [after[before[p]] if p in before else p for p in group["params"]]

@@ -39,7 +39,12 @@ class ShardPlan:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether the module defines ``forward`` (containers such as ``ModuleList`` do not)."""
-    return type(module).forward is not nn.Module.forward
+    return _kind(module).forward is not nn.Module.forward
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """Class of the module, or of what ``torch.compile`` wrapped in it (kept as ``_orig_mod``)."""
+    return type(getattr(module, "_orig_mod", module))
 
 
 def has_parameters(module: nn.Module) -> bool:
@@ -97,7 +102,7 @@ def unit_class_names(model: nn.Module) -> tuple[str, ...]:
     for module in model.modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
-        classes = Counter(type(c).__name__ for c in module if has_parameters(c) and has_forward(c))
+        classes = Counter(_kind(c).__name__ for c in module if has_parameters(c) and has_forward(c))
         if classes:
             name, count = classes.most_common(1)[0]
             if count >= 2 and (best is None or count > best[0]):
@@ -130,7 +135,7 @@ def _outermost(model: nn.Module, class_names: set[str]) -> list[tuple[str, nn.Mo
         if module in seen:
             return
         seen.add(module)
-        if name and type(module).__name__ in class_names and has_parameters(module) and has_forward(module):
+        if name and _kind(module).__name__ in class_names and has_parameters(module) and has_forward(module):
             found.append((name, module))
             return
         for child_name, child in module.named_children():
@@ -141,7 +146,7 @@ def _outermost(model: nn.Module, class_names: set[str]) -> list[tuple[str, nn.Mo
 
 
 def _check_classes(model: nn.Module, unit_classes: tuple[str, ...], units: list[tuple[str, nn.Module]]) -> None:
-    used = {type(m).__name__ for _, m in units}
+    used = {_kind(m).__name__ for _, m in units}
     known = {type(m).__name__ for m in model.modules() if has_parameters(m) and has_forward(m)}
     for name in unit_classes:
         if name not in used:
