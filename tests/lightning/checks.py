@@ -40,6 +40,9 @@ _GRACE_S = 8.0
 _LIMIT_S = 60.0
 """How long one check may take."""
 
+_RUN_S = 150.0
+"""For all the tests that share one set of ranks; below the limit of a single test, which the first of them has."""
+
 
 @dataclass
 class Here:
@@ -74,6 +77,12 @@ def on_ranks(world: int, *cases: str, group: str = "main") -> Callable[[Callable
         return test
 
     return mark
+
+
+@pytest.fixture(scope="session")
+def rank_results(request: pytest.FixtureRequest) -> Results:
+    """Import this into a ``conftest.py`` or a test module to use ``on_ranks`` there."""
+    return Results(request.session.items, _RUN_S)
 
 
 class Results:

@@ -1,13 +1,5 @@
-"""The fixture behind ``checks.on_ranks``."""
+"""The fixture behind ``checks.on_ranks``, for this folder."""
 
-import pytest
+from tests.lightning.checks import rank_results
 
-from tests.lightning.checks import Results
-
-_TIMEOUT_S = 150.0
-"""For all the tests that share one set of ranks; below the limit of a single test, which the first of them has."""
-
-
-@pytest.fixture(scope="session")
-def rank_results(request: pytest.FixtureRequest) -> Results:
-    return Results(request.session.items, _TIMEOUT_S)
+__all__ = ["rank_results"]

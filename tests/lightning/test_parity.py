@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from memwall_strategy.config import OverlapConfig, PoolConfig, ResilienceConfig
-from memwall_strategy.engine import lanes
 from memwall_strategy.engine.fsdp import fsdp_groups
 from tests.lightning.checks import Here, on_ranks
 from tests.lightning.models import (
@@ -110,18 +110,16 @@ def test_options_on_four_ranks(here: Here) -> None:
 
 
 class Counts:
-    """Counts what goes through ``torch.distributed.all_reduce`` and the reduce-scatter, by the size of its group."""
+    """Counts the gradients that go through ``torch.distributed.all_reduce`` and its reduce-scatter, by group size."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tally: Counter[tuple[str, int]] = Counter()
         scatter = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
         monkeypatch.setattr(dist, "all_reduce", partial(self._count, "all_reduce", dist.all_reduce))
-        counted = partial(self._count, "reduce_scatter", getattr(dist, scatter))
-        monkeypatch.setattr(dist, scatter, counted)  # FSDP2's own path
-        monkeypatch.setattr(lanes, "reduce_scatter_single", counted)
+        monkeypatch.setattr(dist, scatter, partial(self._count, "reduce_scatter", getattr(dist, scatter)))
 
     def _count(self, name: str, real: Callable, *args: Any, **kwargs: Any) -> Any:
-        tensor = args[0] if args else kwargs.get("tensor")
+        tensor = args[0] if args else kwargs.get("tensor", kwargs.get("output"))
         if tensor.dtype == torch.float32 and tensor.numel() > 16:  # gradients, not flags, norms or losses
             self.tally[name, dist.get_world_size(kwargs.get("group"))] += 1
         return real(*args, **kwargs)
@@ -130,18 +128,23 @@ class Counts:
 @on_ranks(4, "lanes", "no_lanes", "whole")
 def test_replicas_meet_once_per_step(here: Here) -> None:
     """Gradients cross replicas once per optimizer step, and racks reduce each micro-batch (or once, ``whole``)."""
-    options = {"lanes": {}, "no_lanes": OPTIONS["no_lanes"], "whole": OPTIONS["whole"]}[here.case]
+    overlap = OverlapConfig(lanes=here.case != "no_lanes", trace=True)
+    accumulate = "whole" if here.case == "whole" else "sharded"
     module = make_module("gpt")
-    trainer = make_trainer(here.world, strategy=memwall(replicate=2, **options), accumulate_grad_batches=3)
+    strategy = memwall(replicate=2, overlap=overlap, accumulate=accumulate)
+    trainer = make_trainer(here.world, strategy=strategy, accumulate_grad_batches=3)
     steps = 2
     with pytest.MonkeyPatch.context() as monkeypatch:
         counts = Counts(monkeypatch)
         trainer.fit(module, make_loader("gpt", steps * 3 * 8, 2, rank=here.rank, world=4))
-    units = len(trainer.strategy.runtime.units)
-    assert units == 3, trainer.strategy.runtime.units
-    per_step = 1 if here.case == "whole" else 3
+    runtime = trainer.strategy.runtime
+    units = len(runtime.units)
+    assert units == 3, runtime.units
     assert counts.tally["all_reduce", 2] == units * steps, counts.tally
-    assert counts.tally["reduce_scatter", 2] == units * steps * per_step, counts.tally
+    trace = json.loads(runtime.write_trace(here.folder / f"{here.rank}.json").read_text())["traceEvents"]
+    on_lanes = sum(event["name"].startswith("reduce ") for event in trace)
+    in_rack = counts.tally["reduce_scatter", 2] if here.case == "no_lanes" else on_lanes
+    assert in_rack == units * steps * (1 if here.case == "whole" else 3), (counts.tally, on_lanes)
 
 
 @on_ranks(4)
