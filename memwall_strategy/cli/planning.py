@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from memwall_strategy.cli.settings import Settings
 from memwall_strategy.config import format_size
 from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.engine.capacity import available_device_bytes
 from memwall_strategy.engine.units import plan_sharding
 from memwall_strategy.planner import (
     ActivationSpec,
@@ -39,18 +40,21 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
         module, unit_classes=memwall.unit_classes, split=True, low_precision=trainer.precision != "32-true"
     )
     budget_bytes = device_budget_bytes(memwall, device) if memwall.pool.enabled else None
+    overlap = memwall.overlap
+    lanes = overlap.enabled and overlap.lanes and device.type == "cpu"
+    explicit = overlap.enabled and (lanes or overlap.prefetch > 1)  # else the engine's own prefetch, one unit
     made = plan(
         ModelSpec.from_module(module, [name for name, _ in sharding.units]),
         ClusterSpec(world=world, replicate=memwall.replicate),
-        Budgets(device_bytes=budget_bytes),
+        Budgets(device_bytes=budget_bytes if budget_bytes is not None else available_device_bytes(device)),
         optimizer=OptimizerSpec.from_optimizer(optimizer),
         precision=trainer.precision,
         micro_batch=settings.text.batch_size if settings.text else 1,
         accumulate=trainer.accumulate_grad_batches,
         accumulate_how=memwall.accumulate,
-        prefetch=memwall.overlap.prefetch,
-        reduce_buffers=memwall.overlap.reduce_buffers,
-        lanes=memwall.overlap.enabled and memwall.overlap.lanes and device.type == "cpu",
+        prefetch=overlap.prefetch if explicit else 0,
+        reduce_buffers=overlap.reduce_buffers if overlap.enabled else 1,
+        lanes=lanes,
         activations=_activations(settings),
     )
     if budget_bytes is not None and made.resident_bytes > budget_bytes:

@@ -338,7 +338,7 @@ class GradientReducer:
                 output = flat
                 if after is None and group.gradient_divide_factor is not None:  # the collective would have divided
                     output = flat / group.gradient_divide_factor
-                self._account.track(output, Kind.COMM)
+            self._account.track(output, Kind.GRAD)
             del flat
             if replica_group is not None:
                 if (partial := self._partial.pop(group, None)) is not None:
@@ -352,6 +352,7 @@ class GradientReducer:
             if after is not None and after != 1:
                 output.div_(after)
             item.output = output.to(group._orig_dtype)
+            self._account.track(item.output, Kind.GRAD)
 
     def _finish_oldest(self) -> None:
         item = self._pending[0]

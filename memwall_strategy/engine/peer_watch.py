@@ -32,10 +32,9 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from memwall_strategy.core.errors import MemwallError, PeerLost
+from memwall_strategy.core.errors import CollectiveError, MemwallError, PeerLost
 from memwall_strategy.engine.peer_verdict import (
     REMEDY,
-    CollectiveError,
     Failure,
     Progress,
     Verdict,

@@ -313,6 +313,8 @@ class Runtime:
         reset_aborted_step(self.model, self._fsdp_lanes)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+        if self.memory is not None:
+            self.memory.refresh()
         for pillar in self.pillars:
             pillar.on_failure(self, error)
 
