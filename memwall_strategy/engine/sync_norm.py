@@ -56,15 +56,21 @@ class CrossRankBatchNorm(_BatchNorm):
 
 
 def synchronize_batch_norms(model: nn.Module, device_type: str) -> nn.Module:
-    """Replace every BatchNorm below ``model`` by one with the statistics of all ranks; return the model."""
+    """Replace every BatchNorm below ``model`` by one with the statistics of all ranks; return the model.
+
+    A module that stands in several places stays one module.
+    """
     if device_type == "cuda":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    made: dict[_BatchNorm, CrossRankBatchNorm] = {}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():  # named_children() would pass over a second name of one child
+            if isinstance(child, _BatchNorm) and not isinstance(child, CrossRankBatchNorm):
+                if child not in made:
+                    made[child] = _converted(child)
+                parent._modules[name] = made[child]
     if isinstance(model, _BatchNorm) and not isinstance(model, CrossRankBatchNorm):
         return _converted(model)
-    for name, child in list(model.named_children()):
-        replaced = synchronize_batch_norms(child, device_type)
-        if replaced is not child:
-            setattr(model, name, replaced)
     return model
 
 
