@@ -6,6 +6,7 @@ When a new torch fails here, the name in the failing test's id is what changed.
 from __future__ import annotations
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -22,12 +23,14 @@ from memwall_strategy.engine.fsdp import (
     FSDPParamGroup,
     FSDPState,
     TrainingState,
+    all_gather_single,
     fsdp_groups,
     fsdp_roots,
     fsdp_state,
     fsdp_states,
     group_name,
     local_tensor,
+    reduce_scatter_single,
     state_groups,
     trainable,
 )
@@ -201,15 +204,16 @@ def test_post_accumulate_hooks_rest_where_the_lanes_look():
     assert seen[0] is weight
 
 
-def test_the_collectives_do_not_warn():
-    from memwall_strategy.engine.fsdp import all_gather_single, reduce_scatter_single
-
-    for single, old in (
-        (all_gather_single, "all_gather_into_tensor"),
-        (reduce_scatter_single, "reduce_scatter_tensor"),
-    ):
-        renamed = hasattr(dist, single.__name__.replace("_into_tensor", "_single").replace("_tensor", "_single"))
-        assert (single.__name__ != old) == renamed
+@on_ranks(2, group="engine")
+def test_the_collectives_work_and_do_not_warn(here):
+    group = mesh_of(here, "2").get_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gathered, reduced = torch.empty(4), torch.empty(2)
+        all_gather_single(gathered, torch.full((2,), float(here.rank)), group=group)
+        reduce_scatter_single(reduced, torch.arange(4.0), op=dist.ReduceOp.SUM, group=group)
+    assert gathered.tolist() == [0, 0, 1, 1]
+    assert reduced.tolist() == ([0, 2] if here.rank == 0 else [4, 6])
 
 
 # -- the helpers themselves --

@@ -7,13 +7,22 @@ import contextlib
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from memwall_strategy.engine.fsdp import fsdp_roots
+from memwall_strategy.engine.lanes import FsdpLanes
+from memwall_strategy.engine.sharding import set_prefetch
 from memwall_strategy.engine.sync_norm import synchronize_batch_norms
 from tests.engine.lane_cases import (
+    GPT,
     MLP,
     MODELS,
+    TIMEOUT_S,
     assert_close,
+    assert_same,
     both,
     by_hand,
     finish,
@@ -21,6 +30,8 @@ from tests.engine.lane_cases import (
     gradients,
     hold,
     mesh_of,
+    rough_lanes,
+    sgd,
     sharded,
     train,
 )
@@ -151,6 +162,88 @@ def test_what_the_last_micro_batch_skips_still_crosses_replicas(here):
             lanes.reducer.finish()
             assert_close(full_gradients(model), by_hand(make, here, lambda m, r: [loss(m, r, 0), loss(m, r, 1)]))
             model.zero_grad()
+
+
+# -- models that their owner sharded --
+
+
+def compare_own_sharding(here, make, shard, run, prefetch=1):
+    """``shard(model)`` is the user's; the lanes come on top."""
+    found = []
+    for lanes in (True, False):
+        torch.manual_seed(11)
+        model = make()
+        shard(model)
+        with contextlib.ExitStack() as stack:
+            if lanes:
+                set_prefetch(model, prefetch)
+                stack.enter_context(rough_lanes(here.rank))
+                stack.callback(FsdpLanes(model, prefetch=prefetch, reduce_buffers=2, timeout_s=TIMEOUT_S).close)
+            found.append(run(model))
+    assert_same(*found)
+    return found[0]
+
+
+@on_ranks(4, group="engine")
+def test_units_on_different_meshes(here):
+    """One unit on replicas, the others over all ranks: each is reduced, and counted, on its own groups."""
+    one, two = mesh_of(here, "4"), mesh_of(here, "2x2")
+
+    def shard(model):
+        for i, unit in enumerate(getattr(model, "layers", None) or model.blocks):
+            fully_shard(unit, mesh=two if i == 1 else one)
+        fully_shard(model, mesh=one)
+
+    compare_own_sharding(here, GPT, shard, lambda model: train(model, 2, seed=here.rank))
+    torch.manual_seed(11)
+    model = MLP()
+    shard(model)
+    lanes = FsdpLanes(model, prefetch=0, reduce_buffers=1, timeout_s=TIMEOUT_S)
+
+    def loss(model, rank):
+        model.branch = {0, 1} if rank == 3 else set()
+        return model.loss(model.batch(rank))
+
+    loss(model, here.rank).backward()
+    lanes.close()
+    assert_close(full_gradients(model), by_hand(MLP, here, lambda m, r: [loss(m, r)]))
+
+
+@on_ranks(4, group="engine")
+def test_weights_that_are_resharded_over_fewer_ranks_after_forward(here):
+    def shard(model):
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh_of(here, "4"), reshard_after_forward=2)
+        fully_shard(model, mesh=mesh_of(here, "4"))
+
+    compare_own_sharding(here, GPT, shard, lambda model: train(model, 2, seed=here.rank))
+
+
+@on_ranks(4, group="engine")
+def test_tensor_parallel_under_data_parallel(here):
+    """Weights that are DTensors already; one of them unused, so that zeros stand in for its gradient."""
+    mesh = here.kept.setdefault("dp x tp", init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    replica = here.rank // 2  # tensor-parallel ranks share a batch
+
+    def shard(model):
+        for layer in model.layers:
+            columns = {"linear": ColwiseParallel(output_layouts=Replicate()), "never": ColwiseParallel()}
+            parallelize_module(layer, mesh["tp"], columns)
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+
+    def run(model):
+        seen = []
+        for step in range(2):
+            loss = model.loss(model.batch(replica + 10 * step))
+            loss.backward()
+            seen.append((loss.detach(), gradients(model)))
+            sgd(model)
+        return seen
+
+    seen = compare_own_sharding(here, lambda: MLP(width=6), shard, run)
+    assert seen[0][1]["layers.0.linear.weight"] is not None
+    assert seen[0][1]["layers.0.never.weight"] is None
 
 
 # -- parity with one process on the whole batch --

@@ -4,21 +4,24 @@ against the arithmetic by hand."""
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from memwall_strategy.core.block import Kind
 from memwall_strategy.core.errors import TransferError
 from memwall_strategy.engine import lanes as lanes_module
 from memwall_strategy.engine.fsdp import local_tensor, state_groups
 from memwall_strategy.engine.lanes import FsdpLanes
 from memwall_strategy.engine.reset import reset_aborted_step
-from memwall_strategy.engine.sharding import set_prefetch
+from memwall_strategy.engine.sharding import set_prefetch, shard_model
 from tests.engine.lane_cases import (
     GPT,
     MLP,
@@ -388,6 +391,71 @@ def test_an_all_reduce_hook_sees_and_changes_the_reduced_shards(here):
     both(GPT, mesh_of(here, "2"), run)
 
 
+@on_ranks(2, "last backward", "kept after backward", "kept after forward", "child alone", group="engine")
+def test_what_users_set_on_modules(here):
+    def run(model, lanes):
+        seen = []
+        if here.case == "kept after forward":
+            model.set_reshard_after_forward(False)
+        for micro in range(3):
+            if here.case == "last backward":
+                model.set_is_last_backward(micro == 2)
+            if here.case == "kept after backward":
+                model.set_reshard_after_backward(micro == 2)
+                model.set_requires_gradient_sync(micro == 2)
+            if here.case == "child alone" and micro == 1:
+                model.blocks[1](torch.ones(1, model.LENGTH, 10)).sum().backward()
+            else:
+                model.loss(model.batch(here.rank + 10 * micro)).backward()
+            seen.append(gradients(model))
+        return seen
+
+    both(GPT, mesh_of(here, "2"), run)
+
+
+@on_ranks(2, "separate group", "grouped modules", group="engine")
+def test_a_user_who_shards_by_himself(here):
+    mesh = mesh_of(here, "2")
+
+    def sharded_by_user(lanes):
+        torch.manual_seed(11)
+        model = GPT()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        if here.case == "grouped modules":
+            fully_shard([model.norm, model.head], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if here.case == "separate group":
+            model.set_separate_reduce_scatter_group()
+        found = FsdpLanes(model, prefetch=1, reduce_buffers=2, timeout_s=30.0) if lanes else None
+        try:
+            return train(model, 2, seed=here.rank)
+        finally:
+            if found is not None:
+                found.close()
+
+    if here.case == "separate group" and not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
+        return  # torch before 2.13
+    assert_same(sharded_by_user(True), sharded_by_user(False))
+
+
+@on_ranks(2, group="engine")
+def test_a_unit_that_was_frozen_as_a_whole_thaws_in_mixed_precision(here):
+    """FSDP2 itself looks at dtypes once, when nothing of it needed a gradient."""
+    make = MODELS["frozen"]
+    found = []
+    for precision in ("bf16-mixed", "32-true"):
+        with sharded(make, mesh_of(here, "2"), precision=precision) as (model, _):
+            model.loss(model.batch(here.rank)).backward()
+            assert model.blocks[0].up.weight.grad is None
+            model.zero_grad()
+            model.blocks[0].requires_grad_(True)
+            model.loss(model.batch(here.rank)).backward()
+            found.append(model.blocks[0].up.weight.grad.full_tensor())
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(*found, rtol=0.1, atol=0.01)  # bf16 arithmetic
+
+
 # -- time --
 
 
@@ -417,6 +485,34 @@ def test_compiled(here):
 
     both(GPT, mesh_of(here, "2"), run)
     torch._dynamo.reset()
+
+
+class Buffers:
+    """An account that watches how many flat gradients live at a time."""
+
+    def __init__(self):
+        self.alive, self.most = 0, 0
+
+    def track(self, tensor, kind):
+        if kind != Kind.COMM:
+            return
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(tensor.untyped_storage(), self._gone)
+
+    def _gone(self):
+        self.alive -= 1
+
+
+@on_ranks(2, "1", "2", "4", group="engine")
+def test_no_more_gradients_in_flight_than_buffers(here):
+    """And none once the backward has returned, though gradients of one rank are sums in place."""
+    buffers, account = int(here.case), Buffers()
+    with sharded(lambda: GPT(layers=6), mesh_of(here, "2"), reduce_buffers=buffers, account=account) as (model, _):
+        for _ in range(2):
+            model.loss(model.batch(here.rank)).backward()
+            assert account.alive == 0
+        assert 1 <= account.most <= buffers + 1  # the one being filled waits for room first, or is the first
 
 
 # -- between steps --
@@ -570,3 +666,36 @@ def test_a_failing_gather_is_named(here):
         reset_aborted_step(model, lanes)
         lanes.gather.drain()
         assert_same(model.loss(model.batch(here.rank)).detach(), expected)
+
+
+@on_ranks(2, group="engine-hang")
+def test_a_hanging_peer_is_named_in_time(here):
+    """Nobody waits for ever, neither for the gather nor for the end of the lanes."""
+    torch.manual_seed(11)
+    model = GPT()
+    shard_model(model, mesh_of(here, "2"), precision="32-true")
+    lanes = FsdpLanes(model, prefetch=0, reduce_buffers=1, timeout_s=0.5)
+    model.loss(model.batch(here.rank)).backward()
+    dist.barrier()
+    if here.rank == 0:
+        with pytest.raises(TransferError, match=r"lane 'gather': all-gather of unit 'root' did not end within"):
+            model.loss(model.batch(here.rank))
+        start_s = time.monotonic()
+        lanes.close()
+        assert time.monotonic() - start_s < 20
+    (here.folder / str(here.rank)).touch()
+    while not (here.folder / "0").exists():  # the other rank stays alive, and silent
+        time.sleep(0.02)
+
+
+@on_ranks(2, group="engine-again")
+def test_lanes_over_a_default_group_made_anew(here):
+    """As in a notebook: the groups of the old default group are gone with it."""
+    found = []
+    for i in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{here.folder}/store-{i}", rank=here.rank, world_size=2)
+        here.kept.pop("meshes", None)
+        with sharded(GPT, mesh_of(here, "2")) as (model, _):
+            found.append(train(model, 1, seed=here.rank))
+        dist.destroy_process_group()
+    assert_same(*found)
