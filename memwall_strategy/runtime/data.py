@@ -42,15 +42,8 @@ from torch.utils.data.distributed import DistributedSampler
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.loader import clone_loader, wrapped_sampler
 from memwall_strategy.runtime.even import TRAIL, EvenLoader, Gather
-from memwall_strategy.runtime.sampler import (
-    DrawnOrder,
-    Order,
-    Permutation,
-    Position,
-    PositionBatchSampler,
-    PositionSampler,
-    mix_seeds,
-)
+from memwall_strategy.runtime.order import DrawnOrder, Order, Permutation, mix_seeds
+from memwall_strategy.runtime.sampler import Position, PositionBatchSampler, PositionSampler
 
 MODES = ("train", "passes", "eval")
 

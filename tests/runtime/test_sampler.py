@@ -13,7 +13,8 @@ from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSamp
 from torch.utils.data.distributed import DistributedSampler
 
 from memwall_strategy.core.errors import CheckpointError
-from memwall_strategy.runtime.sampler import DrawnOrder, Permutation, Position, PositionBatchSampler, PositionSampler
+from memwall_strategy.runtime.order import DrawnOrder, Permutation
+from memwall_strategy.runtime.sampler import Position, PositionBatchSampler, PositionSampler
 
 segments = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(0, 9)), max_size=4)
 """(world, batch size, steps) of each part of an interrupted epoch."""
