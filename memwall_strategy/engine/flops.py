@@ -54,7 +54,8 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     It is what this process can reach with its threads on its device now, not a data-sheet figure.
     """
     size = _PEAK_SIZE_GPU if device.type == "cuda" else _PEAK_SIZE
-    a = torch.randn(size, size, device=device).to(dtype)
+    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers must not move
+    a = torch.randn(size, size, device=device, generator=generator).to(dtype)
     best = float("inf")
     for _ in range(_PEAK_REPEATS):
         _synchronize(device)
