@@ -6,8 +6,8 @@ A test that runs on ranks is a function of one argument, marked with ``on_ranks`
     def test_something(here):
         assert here.rank < here.world
 
-pytest sees a test of that name. All selected tests of one world and group run in one set of processes, in order, each
-on every rank; the test then passes if it passed on every rank and shows every rank's traceback otherwise. When a test
+pytest sees a test of that name. All selected tests of one module, world and group run in one set of processes, in order,
+each on every rank; the test then passes if it passed on every rank and shows every rank's traceback otherwise. When a test
 fails on some ranks only, the others may wait for them in a collective: a watch ends all of them after a few seconds.
 After a failed test new ranks go on with the next, so that each is judged by itself.
 """
@@ -57,8 +57,12 @@ class Here:
     """The same dictionary for every check of the process, for what is costly to make."""
 
 
-def on_ranks(world: int, *cases: str, group: str = "main") -> Callable[[Callable[[Here], None]], Callable]:
-    """Run the test on ``world`` ranks; once for each of ``cases`` (``here.case``), if any are given."""
+def on_ranks(world: int, *cases: str, group: str = "") -> Callable[[Callable[[Here], None]], Callable]:
+    """Run the test on ``world`` ranks; once for each of ``cases`` (``here.case``), if any are given.
+
+    Args:
+        group: tests of one module and group share a set of processes.
+    """
 
     def mark(body: Callable[[Here], None]) -> Callable:
         if cases:
@@ -73,7 +77,7 @@ def on_ranks(world: int, *cases: str, group: str = "main") -> Callable[[Callable
 
         test.__name__ = test.__qualname__ = body.__name__
         test.__module__, test.__doc__ = body.__module__, body.__doc__
-        test.body, test.world, test.group = body, world, group
+        test.body, test.world, test.group = body, world, f"{body.__module__} {group}"
         return test
 
     return mark

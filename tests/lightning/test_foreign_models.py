@@ -111,13 +111,13 @@ def test_hugging_face(here: Here) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     module = HuggingFace(model)
     trainer = make_trainer(2, accumulate_grad_batches=2)
-    trainer.fit(module, make_loader("gpt", 10 * 2 * 4, 2, rank=here.rank, world=2))
+    trainer.fit(module, make_loader("gpt", 5 * 2 * 4, 2, rank=here.rank, world=2))
     names = [unit.name for unit in trainer.strategy.runtime.units]
     layers = "transformer.h" if kind == "gpt2" else "model.layers"
     assert [n for n in names if n.startswith("net.")] == [f"net.{layers}.{i}" for i in range(2)], names
     if kind != "llama":
         assert model.lm_head.weight is model.get_input_embeddings().weight
-    assert_close(mean_over_ranks(module.losses), train_hf(plain, steps=10, micro=4, accumulate=2))
+    assert_close(mean_over_ranks(module.losses), train_hf(plain, steps=5, micro=4, accumulate=2))
     assert_same_weights(full_weights(model), plain.state_dict())
     predicted = make_trainer(2).predict(module, make_loader("gpt", 4, 2, rank=here.rank, world=2))
     wanted = plain(input_ids=make_data("gpt", 4)[0][here.rank :: 2]).logits

@@ -127,16 +127,16 @@ def test_two_optimizers(here: Here) -> None:
     case = here.case
     module = Gan(case)
     trainer = make_trainer(2)
-    trainer.fit(module, rank_loader(here, "mlp", 20), rank_loader(here, "mlp", 1, seed=8))
+    trainer.fit(module, rank_loader(here, "mlp", 8), rank_loader(here, "mlp", 1, seed=8))
     plain = Gan(case)
     optimizers = plain.configure_optimizers()
     wanted: list[float] = []
-    for index, noise in enumerate(make_data("mlp", 80)[0].split(4)):
+    for index, noise in enumerate(make_data("mlp", 32)[0].split(4)):
         wanted += gan_step(plain.net, plain.judge, *optimizers, noise, index, case)
     assert_close(mean_over_ranks(module.losses), wanted)
     assert_same_weights(full_weights(module), plain.state_dict())
     runtime = trainer.strategy.runtime
-    assert runtime.steps == trainer.global_step == (20 if case.startswith("accumulate") else 40)
+    assert runtime.steps == trainer.global_step == (8 if case.startswith("accumulate") else 16)
 
 
 @on_ranks(4, "plain", "accumulate unsynced")
@@ -145,12 +145,12 @@ def test_two_optimizers_with_replicas(here: Here) -> None:
     from memwall_strategy.lightning import MemwallStrategy
 
     module = Gan(here.case)
-    loader = make_loader("mlp", 10 * 8, 2, rank=here.rank, world=4)
+    loader = make_loader("mlp", 6 * 8, 2, rank=here.rank, world=4)
     make_trainer(4, strategy=MemwallStrategy(replicate=2)).fit(module, loader)
     plain = Gan(here.case)
     optimizers = plain.configure_optimizers()
     wanted: list[float] = []
-    for index, noise in enumerate(make_data("mlp", 80)[0].split(8)):
+    for index, noise in enumerate(make_data("mlp", 48)[0].split(8)):
         wanted += gan_step(plain.net, plain.judge, *optimizers, noise, index, here.case)
     assert_close(mean_over_ranks(module.losses), wanted)
 

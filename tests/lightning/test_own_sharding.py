@@ -47,7 +47,7 @@ def test_own_fully_shard_is_kept(here: Here) -> None:
     options = {"accumulate_grad_batches": 4, "gradient_clip_val": 0.4} if here.case == "accumulate" else {}
     trainer = make_trainer(2, **options)
     accumulate = options.get("accumulate_grad_batches", 1)
-    trainer.fit(module, make_loader("gpt", 20 * 4 * accumulate, 2, rank=here.rank, world=2))
+    trainer.fit(module, make_loader("gpt", 8 * 4 * accumulate, 2, rank=here.rank, world=2))
     sharded = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
     assert sharded == ["net", "net.blocks.0.mlp"]
     assert {unit.name for unit in trainer.strategy.runtime.units} == set(sharded)
@@ -56,7 +56,7 @@ def test_own_fully_shard_is_kept(here: Here) -> None:
         if accumulate > 1:
             nn.utils.clip_grad_norm_(parameters, 0.4)
 
-    wanted = train_plain(make_net("gpt"), "gpt", steps=20, micro=4, accumulate=accumulate, clip=clip)
+    wanted = train_plain(make_net("gpt"), "gpt", steps=8, micro=4, accumulate=accumulate, clip=clip)
     assert_close(mean_over_ranks(module.losses), wanted)
     metrics = trainer.strategy.runtime.metrics()
     assert metrics["memwall/overlap/lane_busy_s/gather"] > 0, metrics
@@ -113,13 +113,13 @@ def test_tensor_parallel_is_kept(here: Here) -> None:
         gradient_clip_val=limit,
         gradient_clip_algorithm=here.case,
     )
-    trainer.fit(module, make_loader("gpt", 10 * 2 * 4, 2, rank=here.rank // 2, world=2))
+    trainer.fit(module, make_loader("gpt", 6 * 2 * 4, 2, rank=here.rank // 2, world=2))
     assert module.device_mesh["tensor_parallel"].size() == 2
     weight = module.net.blocks[0].mlp[0].weight
     assert weight.device_mesh.ndim == 2, weight.device_mesh
     clip = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}[here.case]
     net = make_net("gpt")
-    wanted = train_plain(net, "gpt", steps=10, micro=4, accumulate=2, clip=lambda ps: clip(ps, limit))
+    wanted = train_plain(net, "gpt", steps=6, micro=4, accumulate=2, clip=lambda ps: clip(ps, limit))
     assert_close(mean_over_ranks(module.losses), wanted)
     for name, tensor in full_weights(module.net).items():
         torch.testing.assert_close(tensor, net.state_dict()[name], rtol=1e-4, atol=1e-5)

@@ -92,11 +92,11 @@ def test_layers_on_the_module_itself(here: Here) -> None:
     tokens = make_data("gpt", 2, seed=9)[0]
     module.on_train_start = lambda: seen.append(module(tokens).detach())
     trainer = make_trainer(2, accumulate_grad_batches=2, num_sanity_val_steps=1, gradient_clip_val=100.0)
-    loader = make_loader("gpt", 10 * 2 * 4, 2, rank=here.rank, world=2)
+    loader = make_loader("gpt", 5 * 2 * 4, 2, rank=here.rank, world=2)
     trainer.fit(module, loader, make_loader("gpt", 4, 2, rank=here.rank, world=2))
     plain = DIRECT[here.case]()
     torch.testing.assert_close(seen[0], plain(tokens), rtol=1e-4, atol=1e-5)
-    assert_close(mean_over_ranks(module.losses), train_module(plain, steps=10, accumulate=2))
+    assert_close(mean_over_ranks(module.losses), train_module(plain, steps=5, accumulate=2))
     assert_same_weights(full_weights(module), plain.state_dict())
     predicted = trainer.predict(module, loader)
     torch.testing.assert_close(predicted[0], plain(next(iter(loader))[0]), rtol=1e-4, atol=1e-5)
@@ -138,9 +138,9 @@ class Contrast(module_class("lightning")):
 def test_several_nets_used_several_times(here: Here) -> None:
     module = Contrast()
     trainer = make_trainer(2, accumulate_grad_batches=2)
-    trainer.fit(module, make_loader("mlp", 10 * 2 * 4, 2, rank=here.rank, world=2))
+    trainer.fit(module, make_loader("mlp", 5 * 2 * 4, 2, rank=here.rank, world=2))
     plain = Contrast()
-    assert_close(mean_over_ranks(module.losses), train_module(plain, steps=10, accumulate=2, kind="mlp"))
+    assert_close(mean_over_ranks(module.losses), train_module(plain, steps=5, accumulate=2, kind="mlp"))
     assert_same_weights(full_weights(module), plain.state_dict())
 
 
