@@ -34,6 +34,15 @@ def trainer_package_of(trainer: Any) -> str:
     return type(trainer).__module__.partition(".trainer")[0]
 
 
+def materialize(module: torch.nn.Module, device: torch.device, trainer: Any) -> None:
+    """Give a module that its owner sharded on the meta device memory and fresh weights, as Lightning's strategy does.
+
+    Relies on the private ``_materialize_distributed_module``, which does nothing to modules that are not on meta.
+    """
+    strategies = import_module(f"{trainer_package_of(trainer)}.strategies.model_parallel")
+    strategies._materialize_distributed_module(module, device)
+
+
 def choose_precision_by_strategy(connector_module: str, attribute: str, strategy_type: type, build: Callable) -> None:
     """Let our strategies choose their precision plugin.
 

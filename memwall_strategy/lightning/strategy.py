@@ -27,6 +27,7 @@ from memwall_strategy.engine.lightning_bridge import (
     choose_precision_by_strategy,
     install_sigterm_agreement,
     mark_training_data,
+    materialize,
     trainer_package,
     trainer_package_of,
     unwrap_optimizer,
@@ -46,6 +47,9 @@ _OUTSIDE_FORWARD = "mixed torch.Tensor and DTensor"
 
 _SEE_GRADIENTS = ("on_before_backward", "on_after_backward", "on_train_batch_end", "on_train_batch_start")
 """Hooks that run between the backward of one micro-batch and that of the next."""
+
+_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
+"""Lightning's callbacks that keep a second, whole model."""
 
 
 class StrategyMethods(CheckpointMethods, ModelParallelSeams):
@@ -77,7 +81,6 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         self.config = config if config is not None else config_from(options)
         self.runtime: Runtime | None = None
         self._wanted_tensor_parallel = tensor_parallel_size
-        self._own_sharding = False
         self._failed = False
         self._training_data = False
         super().__init__(
@@ -108,16 +111,17 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         module = self.lightning_module
         self._refuse_fsdp1(module)
         fitting = trainer.state.fn == "fit"
+        if fitting:
+            self._refuse_averages(trainer)
         given = is_sharded(module)
-        if given and not self._own_sharding and next((True for p in module.parameters() if p.is_meta), False):
-            module.to_empty(device=self.root_device)  # a user's configure_model on meta: weights come from a checkpoint
+        if given:
+            materialize(module, self.root_device, trainer)
         self.runtime = Runtime(self.config, mesh=self._data_mesh(), precision=self.precision_plugin.precision)
         if not given and self.syncs_batch_norms():
             synchronize_batch_norms(module, self.root_device.type)
         if not given and fitting and not module.automatic_optimization:
             self._refuse_root_parameters(module)
         self.runtime.setup(module, split=True)
-        self._own_sharding = self._own_sharding or not given
         self.model = module
         self.model_to_device()
         self.precision_plugin.attach(self.runtime)
@@ -144,6 +148,17 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
             raise ConfigError(
                 "the model holds torch's first FSDP (FullyShardedDataParallel). Take the wrapper out: memwall shards "
                 "plain modules itself, or keep fully_shard in configure_model."
+            )
+
+    @staticmethod
+    def _refuse_averages(trainer: Any) -> None:
+        callbacks = import_module(f"{trainer_package_of(trainer)}.callbacks")
+        kinds = tuple(getattr(callbacks, name) for name in _AVERAGES if hasattr(callbacks, name))
+        if averaging := next((each for each in trainer.callbacks if isinstance(each, kinds)), None):
+            raise ConfigError(
+                f"callbacks=[{type(averaging).__name__}(...)] copies the whole model before it is sharded and cannot "
+                "average shards. Take it out, and average module.parameters(), which are this rank's shards, in a "
+                "callback of your own."
             )
 
     @staticmethod
