@@ -6,10 +6,10 @@ A test that runs on ranks is a function of one argument, marked with ``on_ranks`
     def test_something(here):
         assert here.rank < here.world
 
-pytest sees a test of that name. All selected tests of one module, world and group run in one set of processes, in order,
-each on every rank; the test then passes if it passed on every rank and shows every rank's traceback otherwise. When a test
-fails on some ranks only, the others may wait for them in a collective: a watch ends all of them after a few seconds.
-After a failed test new ranks go on with the next, so that each is judged by itself.
+pytest sees a test of that name. All selected tests of one module, world and group run in one set of processes, in
+order, each on every rank; the test then passes if it passed on every rank and shows every rank's traceback otherwise.
+When a test fails on some ranks only, the others may wait for them in a collective: a watch ends all of them after a few
+seconds. After a failed test new ranks go on with the next, so that each is judged by itself.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Watch:
 
     def all_passed(self, index: int) -> bool:
         while len(reports := self._reports(index)) < self.world:
-            time.sleep(0.002)  # the watch bounds this wait
+            time.sleep(0.005)  # the watch bounds this wait
         return all(report is None for report in reports)
 
     def _reports(self, index: int) -> list[str | None]:

@@ -67,7 +67,7 @@ class ConvNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages = nn.ModuleList([Stage(2, 6), Stage(6, 6), Stage(6, 5)])
+        self.stages = nn.ModuleList([Stage(2, 5), Stage(5, 5)])
         self.head = nn.Linear(5, 4)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Mlp(nn.Module):
 
     def __init__(self, threshold: float = 1.2, width: int = 7) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(width, threshold) for _ in range(3))
+        self.layers = nn.ModuleList(Layer(width, threshold) for _ in range(2))
         self.head = nn.Linear(width, 3)
         self.unused = nn.Linear(2, 2)
 

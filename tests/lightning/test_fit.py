@@ -432,3 +432,53 @@ def test_lightnings_own_sampler(here: Here) -> None:
     everywhere: list[list[int]] = [[], []]
     dist.all_gather_object(everywhere, seen)
     assert sorted(everywhere[0] + everywhere[1]) == list(range(16)), everywhere
+
+
+@on_ranks(2, "StochasticWeightAveraging", "EMAWeightAveraging")
+def test_callbacks_that_average_whole_models_are_refused(here: Here) -> None:
+    from lightning.pytorch import callbacks
+
+    options = {"swa_lrs": 0.1} if here.case.startswith("Stochastic") else {}
+    callback = getattr(callbacks, here.case)(**options)
+    with pytest.raises(ConfigError, match=rf"callbacks=\[{here.case}.*Take it out"):
+        make_trainer(2, callbacks=[callback]).fit(make_module("gpt"), rank_loader(here, "gpt", 1))
+
+
+@on_ranks(2)
+def test_lightnings_callbacks(here: Here) -> None:
+    """Callbacks that touch accumulation, time, stopping, gradients and summaries."""
+    from lightning.pytorch.callbacks import (
+        EarlyStopping,
+        GradientAccumulationScheduler,
+        LambdaCallback,
+        ModelSummary,
+        Timer,
+    )
+
+    seen: list[float] = []
+
+    def look(trainer: Any, module: Any) -> None:
+        seen.append(module.net.head.weight.grad.full_tensor().norm().item())
+
+    callbacks = [
+        GradientAccumulationScheduler({0: 1, 1: 2}), Timer(), ModelSummary(max_depth=2),
+        EarlyStopping("val", patience=5), LambdaCallback(on_after_backward=look),
+    ]  # fmt: skip
+    module = make_module("gpt")
+    trainer = make_trainer(2, max_epochs=2, callbacks=callbacks, enable_model_summary=True, detect_anomaly=True)
+    trainer.fit(module, rank_loader(here, "gpt", 4), rank_loader(here, "gpt", 1))
+    assert trainer.global_step == 4 + 2
+    net = make_net("gpt")
+    optimizer = make_optimizer(net.parameters())
+    wanted, norms = [], []
+    for epoch in range(2):
+        for index, batch in enumerate(zip(*(tensor.split(4) for tensor in make_data("gpt", 16)), strict=True)):
+            loss = loss_of(net, batch)
+            (loss / (1 + epoch)).backward()
+            wanted.append(loss.item())
+            norms.append(net.head.weight.grad.norm().item())
+            if not epoch or index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_close(mean_over_ranks(module.losses), wanted)
+    assert_close(seen, norms, 1e-5)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,24 +67,42 @@ pathlib.Path(sys.argv[1], f"{{fabric.global_rank}}.json").write_text(json.dumps(
 """
 
 
-@pytest.mark.parametrize(
-    ("script", "package", "namespace"),
-    [
-        (TRAINER, "lightning.pytorch", "lightning"),
-        (TRAINER, "pytorch_lightning", "pytorch_lightning"),
-        (FABRIC, "lightning.fabric", ""),
-    ],
-)
-def test_a_script_on_two_devices(tmp_path: Path, script: str, package: str, namespace: str) -> None:
-    """The launcher starts the second rank, both train to the plain loop's losses, and nothing is left."""
-    path = tmp_path / "script.py"
-    path.write_text(script.format(package=package, namespace=namespace))
+SCRIPTS = {
+    "lightning": TRAINER.format(package="lightning.pytorch", namespace="lightning"),
+    "pytorch_lightning": TRAINER.format(package="pytorch_lightning", namespace="pytorch_lightning"),
+    "fabric": FABRIC.format(package="lightning.fabric"),
+}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen, Path]]]:
+    """All scripts at once: most of their time goes into imports, on one core each."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run(
-        [sys.executable, str(path), str(tmp_path)], env=env, cwd=tmp_path, capture_output=True, text=True,
-        timeout=_TIMEOUT_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    running = {}
+    for name, text in SCRIPTS.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "script.py").write_text(text)
+        with (folder / "log").open("w") as log:
+            running[name] = (
+                subprocess.Popen(
+                    [sys.executable, "script.py", "."], env=env, cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                ),
+                folder,
+            )  # fmt: skip
+    yield running
+    for process, _ in running.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_on_two_devices(started: dict[str, tuple[subprocess.Popen, Path]], name: str) -> None:
+    """The launcher starts the second rank, and both train to the plain loop's losses."""
+    process, folder = started[name]
+    code = process.wait(_TIMEOUT_S)
+    assert code == 0, (folder / "log").read_text()[-8000:]
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     wanted = train_plain(make_net("gpt"), "gpt", steps=10, micro=4, accumulate=2)
     assert_close([(a + b) / 2 for a, b in zip(*ranks, strict=True)], wanted)

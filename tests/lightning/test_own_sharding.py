@@ -63,8 +63,9 @@ def test_own_fully_shard_is_kept(here: Here) -> None:
 
 
 @on_ranks(2)
-def test_own_sharding_on_meta_is_filled(here: Here) -> None:
-    """A module that is built and sharded on meta gets memory; its weights are the user's matter."""
+def test_own_sharding_on_meta_is_initialized(here: Here) -> None:
+    """A module that is built and sharded on meta gets memory and the weights of its ``reset_parameters``."""
+    started: dict[str, Tensor] = {}
 
     class Meta(Sharded):
         def configure_model(self) -> None:
@@ -74,16 +75,17 @@ def test_own_sharding_on_meta_is_filled(here: Here) -> None:
                 fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def on_fit_start(self) -> None:
-            for parameter in self.net.parameters():
-                assert not parameter.is_meta
-                nn.init.constant_(parameter, 0.1)
+            started.update(full_weights(self.net))
 
     module = Meta(None)
-    make_trainer(2).fit(module, make_loader("mlp", 3 * 4, 2, rank=here.rank, world=2))
+    make_trainer(2).fit(module, make_loader("mlp", 5 * 4, 2, rank=here.rank, world=2))
     net = make_net("mlp_alike")
-    for parameter in net.parameters():
-        nn.init.constant_(parameter, 0.1)
-    assert_close(mean_over_ranks(module.losses), train_plain(net, "mlp", steps=3, micro=4))
+    bound = 7**-0.5  # of nn.Linear's initialization
+    for name, weight in started.items():
+        assert weight.isfinite().all() and weight.abs().max() <= (bound if "unused" not in name else 1), name
+    assert started["layers.0.always.weight"].std() > 0.2 * bound
+    net.load_state_dict(started)
+    assert_close(mean_over_ranks(module.losses), train_plain(net, "mlp", steps=5, micro=4))
 
 
 class TensorParallel(module_class("lightning")):

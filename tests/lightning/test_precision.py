@@ -179,6 +179,32 @@ def test_manual_optimization_scales_too(here: Here) -> None:
     assert_close(mean_over_ranks(module.losses), train_plain(make_net("gpt"), "gpt", steps=6, micro=4), 5e-3)
 
 
+class Fused(module_class("lightning")):
+    """torch's fused optimizers unscale inside their step."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+
+
+@on_ranks(2, "32-true clipped", "16-mixed")
+def test_fused_optimizers(here: Here) -> None:
+    precision, *clipped = here.case.split()
+    module = Fused(make_net("gpt"))
+    options = {"gradient_clip_val": 1.0} if clipped else {}
+    make_trainer(2, precision=precision, **options).fit(module, loader(here, "gpt", 6))
+    clip = clip_one if clipped else None
+    wanted = train_plain(make_net("gpt"), "gpt", steps=6, micro=4, optimizer="adamw", clip=clip)
+    assert_close(mean_over_ranks(module.losses), wanted, 1e-5 if clipped else 2e-2)
+
+
+@on_ranks(2)
+def test_clipping_with_a_fused_optimizer_and_a_scaler_is_refused(here: Here) -> None:
+    with pytest.raises(ConfigError, match=r"gradient_clip_val.*fused=False"):
+        make_trainer(2, precision="16-mixed", gradient_clip_val=1.0).fit(
+            Fused(make_net("gpt")), loader(here, "gpt", 1)
+        )
+
+
 # -- refused, before anything starts --
 
 
