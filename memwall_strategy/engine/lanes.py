@@ -215,6 +215,7 @@ class GradientReducer:
         self._undecided: list[_Reduction] = []
         self._partial: dict[FSDPParamGroup, torch.Tensor] = {}
         self._partial_present: dict[FSDPParamGroup, list[bool]] = {}
+        self._unreduced: dict[FSDPParamGroup, None] = {}  # took part in a backward whose gradients rest whole; ordered
         self._held = False
         self._names = {module: name for name, module in model.named_modules()}
 
@@ -261,18 +262,29 @@ class GradientReducer:
         for param in group.fsdp_params:
             param.accumulate_unsharded_grad_if_needed()
         if not group.reduce_grads:
+            if used:
+                self._unreduced[group] = None
             if group.reshard_after_backward:
                 group.reshard()
             for param in group.fsdp_params:
                 param.to_accumulated_grad_if_needed()
             return
-        # A sum of earlier micro-batches waits for the replicas, though this micro-batch may have skipped the unit.
-        rests = group in self._partial_present and group.all_reduce_grads
-        params, gradients, present = _take_gradients(group, used or rests)
+        self._take_and_submit(group, used)
+
+    def _take_and_submit(self, group: FSDPParamGroup, used: bool) -> None:
+        params, gradients, present = _take_gradients(group, used or self._waits(group))
+        self._unreduced.pop(group, None)
         if group.reshard_after_backward:
             group.reshard()
-        if params:
+        if params:  # none where the unit is frozen, or took no part
             self._submit(group, params, gradients, present)
+
+    def _waits(self, group: FSDPParamGroup) -> bool:
+        """Whether earlier micro-batches left something to reduce, though this one may have skipped the unit.
+
+        Asked of what every rank knows alike: a rank may have no gradient in a unit that the others have one in.
+        """
+        return group in self._unreduced or (group in self._partial_present and group.all_reduce_grads)
 
     def _submit(
         self, group: FSDPParamGroup, params: list[FSDPParam], gradients: list[torch.Tensor], present: list[bool]
@@ -374,11 +386,11 @@ class GradientReducer:
     def finish(self) -> None:
         """Wait for every reduction and put its gradient in place. Runs on the training thread.
 
-        What still waits for the replicas is sent: the last micro-batch may not have reached its root.
+        What earlier micro-batches left is reduced: the last one may not have reached its root.
         """
-        for group in list(self._partial_present):
-            if group.all_reduce_grads and group.reduce_grads:
-                self._submit(group, *_take_gradients(group, used=True))
+        for group in list(self._unreduced | self._partial_present):
+            if group.reduce_grads and self._waits(group):
+                self._take_and_submit(group, used=False)
         self._finish_all()
 
     def _finish_all(self) -> None:
@@ -429,6 +441,7 @@ class GradientReducer:
         self._undecided.clear()
         self._partial.clear()
         self._partial_present.clear()
+        self._unreduced.clear()
 
 
 def _reduce_scatter(
