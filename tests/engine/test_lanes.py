@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 import torch.distributed as dist
@@ -142,26 +143,60 @@ class TwoRoots(nn.Module):
         return self.one.batch(seed)
 
 
-@on_ranks(4, "a unit", "a root", group="engine")
-def test_what_the_last_micro_batch_skips_still_crosses_replicas(here):
-    """Its sum of earlier micro-batches is sent, not kept for the next step."""
-    make = TwoRoots if here.case == "a root" else MLP
+@on_ranks(4, "a unit rack", "a root rack", "a unit whole", "a root whole", group="engine")
+def test_what_the_last_micro_batch_skips_is_reduced(here):
+    """What earlier micro-batches left of it is sent, not kept for the next step."""
+    part, how = here.case.rsplit(" ", 1)
+    make = TwoRoots if part == "a root" else MLP
 
     def loss(model, rank, micro):
         model.skip, model.uses_other = ({1} if micro == 1 else set()), micro == 0
         return model.loss(model.batch(rank + 10 * micro))
 
-    with sharded(make, mesh_of(here, "2x2"), split=here.case == "a root") as (model, lanes):
+    with sharded(make, mesh_of(here, "2x2"), split=part == "a root") as (model, lanes):
         roots = fsdp_roots(model)
-        assert (len(roots) > 1) == (here.case == "a root")
+        assert (len(roots) > 1) == (part == "a root")
         for _ in range(2):
             for micro in range(2):
                 for root in roots:
+                    root.set_requires_gradient_sync(how == "rack" or micro == 1)
                     root.set_requires_all_reduce(micro == 1)
                 loss(model, here.rank, micro).backward()
             lanes.reducer.finish()
             assert_close(full_gradients(model), by_hand(make, here, lambda m, r: [loss(m, r, 0), loss(m, r, 1)]))
             model.zero_grad()
+
+
+class Detours(MLP):
+    """Layers in ``around`` pass their input on: they run, but none of their weights has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around: set[int] = set()
+        for i, layer in enumerate(self.layers):
+            layer.forward = functools.partial(self._maybe, i, layer.forward)
+
+    def _maybe(self, i, inner, x, branch):
+        return x * 2 if i in self.around else inner(x, branch)
+
+
+@on_ranks(4, "each", "rack", "whole", group="engine")
+def test_a_unit_without_any_gradient_on_some_ranks(here):
+    """The others must not wait for those ranks, also where the last micro-batch skips the unit everywhere."""
+    sync, all_reduce = ACCUMULATION[here.case]
+
+    def loss(model, rank, micro):
+        model.around = {1, 2} if rank in (0, 3) else set()
+        model.skip = {1} if micro == 1 else set()
+        return model.loss(model.batch(rank + 10 * micro))
+
+    with sharded(Detours, mesh_of(here, "2x2")) as (model, lanes):
+        for micro in range(2):
+            model.set_requires_gradient_sync(sync or micro == 1)
+            model.set_requires_all_reduce(all_reduce or micro == 1)
+            loss(model, here.rank, micro).backward()
+        lanes.reducer.finish()
+        assert_close(full_gradients(model), by_hand(Detours, here, lambda m, r: [loss(m, r, 0), loss(m, r, 1)]))
 
 
 # -- models that their owner sharded --
