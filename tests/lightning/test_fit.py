@@ -482,3 +482,92 @@ def test_lightnings_callbacks(here: Here) -> None:
                 optimizer.zero_grad()
     assert_close(mean_over_ranks(module.losses), wanted)
     assert_close(seen, norms, 1e-5)
+
+
+@on_ranks(2)
+def test_gathers_of_the_user_carry_gradients(here: Here) -> None:
+    """``self.all_gather(..., sync_grads=True)``, as contrastive losses over the whole batch use it."""
+
+    class Module(module_class("lightning")):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            embedded = self.net(batch[0])
+            everyone = self.all_gather(embedded, sync_grads=True).flatten(0, 1)
+            loss = contrast(everyone)
+            self.losses.append(loss.item())
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            assert self.all_gather(self.net(batch[0])).shape == (2, 2, 3)
+
+    def contrast(x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.normalize(x, dim=1)
+        return torch.logsumexp(x @ x.T, 1).mean()
+
+    module = Module(make_net("mlp_alike"))
+    make_trainer(2).fit(module, rank_loader(here, "mlp", 5), rank_loader(here, "mlp", 1))
+    net = make_net("mlp_alike")
+    optimizer = make_optimizer(net.parameters())
+    wanted = []
+    for inputs in make_data("mlp", 20)[0].split(4):
+        loss = contrast(net(torch.cat([inputs[0::2], inputs[1::2]])))
+        wanted.append(loss.item())
+        loss.backward()
+        # The gather's backward sums what all ranks ask for, then FSDP takes the mean: each rank's whole loss counts.
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(module.losses, wanted, 1e-5)
+
+
+@on_ranks(2)
+def test_data_module_is_prepared_once(here: Here) -> None:
+    from lightning.pytorch import LightningDataModule
+
+    class Data(LightningDataModule):
+        def prepare_data(self) -> None:
+            (here.folder / f"prepared-{here.rank}").touch()
+
+        def setup(self, stage: str) -> None:
+            assert (here.folder / "prepared-0").exists(), "not prepared before set-up"
+
+        def train_dataloader(self) -> torch.utils.data.DataLoader:
+            return rank_loader(here, "gpt", 3)
+
+    module = make_module("gpt")
+    make_trainer(2).fit(module, datamodule=Data())
+    assert_close(mean_over_ranks(module.losses), train_plain(make_net("gpt"), "gpt", steps=3, micro=4))
+
+
+@on_ranks(2)
+def test_hooks_that_take_over_the_step(here: Here) -> None:
+    """``optimizer_step`` that runs the closure by itself every other batch, and a clipping of one's own."""
+
+    class Module(module_class("lightning")):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+            if batch_idx % 2:
+                optimizer.step(closure=optimizer_closure)
+            else:
+                optimizer_closure()  # training step and backward, no step
+
+        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, **_: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+            if batch_idx % 2 == 0:
+                optimizer.zero_grad()
+
+    module = Module(make_net("gpt"))
+    trainer = make_trainer(2)
+    trainer.fit(module, rank_loader(here, "gpt", 6))
+    net = make_net("gpt")
+    optimizer = make_optimizer(net.parameters())
+    wanted = []
+    for index, batch in enumerate(zip(*(tensor.split(4) for tensor in make_data("gpt", 24)), strict=True)):
+        loss = loss_of(net, batch)
+        loss.backward()
+        wanted.append(loss.item())
+        if index % 2:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(mean_over_ranks(module.losses), wanted)
+    assert trainer.strategy.runtime.steps == 3

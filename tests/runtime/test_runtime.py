@@ -124,6 +124,26 @@ def test_metrics_have_the_agreed_names_and_make_sense(here: Here) -> None:
 
 
 @on_ranks(2)
+def test_evaluation_between_steps_is_no_part_of_a_step(here: Here) -> None:
+    """A lane has one thread: within a step it cannot have worked longer than the step."""
+    net = make_net("gpt")
+    runtime = make_runtime(here, net)
+    optimizer = make_optimizer(net.parameters())
+    runtime.add_optimizers([optimizer])
+    batches = batches_of(here, "gpt", 4)
+    run(runtime, batches[:3], optimizer, 1)
+    for context in (torch.inference_mode, torch.no_grad):
+        with context():
+            for _ in range(20):
+                net(batches[0][0])
+    run(runtime, batches[3:], optimizer, 1)
+    metrics = runtime.metrics()
+    assert metrics["memwall/overlap/lane_busy_s/gather"] <= metrics["memwall/step_s"], metrics
+    assert metrics["memwall/overlap/exposed_fraction"] <= 1, metrics
+    runtime.close()
+
+
+@on_ranks(2)
 def test_all_off_says_the_time_only(here: Here) -> None:
     net = make_net("gpt")
     off = {"pool": PoolConfig(enabled=False), "overlap": OverlapConfig(enabled=False)}
