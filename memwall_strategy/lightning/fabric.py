@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from memwall_strategy.config import MemwallConfig, config_from
@@ -31,6 +32,7 @@ from memwall_strategy.engine.lightning_bridge import (
 from memwall_strategy.engine.optimizers import parameter_names, point_at_shards
 from memwall_strategy.engine.precision import canonical_precision, compute_dtype
 from memwall_strategy.engine.scaler import ShardedGradScaler
+from memwall_strategy.engine.sharding import STEP_METHODS
 from memwall_strategy.lightning.checkpoints import FabricCheckpointMethods
 from memwall_strategy.lightning.world import check_world, data_mesh, divided, group_backend, sum_for
 from memwall_strategy.runtime import Runtime
@@ -133,6 +135,10 @@ class FabricStrategyMethods(FabricCheckpointMethods, FabricSeams):
         )
         self.precision.attach(self.root_device.type)
         runtime.setup(module)
+        # Fabric sends a LightningModule's steps through forward only where the strategy wraps the module.
+        for method in STEP_METHODS:
+            if hasattr(module, method):
+                register_fsdp_forward_method(module, method)
         self.runtimes[module] = runtime
         return module
 
