@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from memwall_strategy.core.errors import ConfigError, MemwallError
 from tests.lightning.checks import Here, on_ranks
 from tests.lightning.models import (
+    Gpt,
     assert_close,
     assert_same_weights,
     full_weights,
@@ -190,6 +191,76 @@ def test_two_models(here: Here) -> None:
     runtimes = fabric.strategy.runtimes
     assert [runtime.steps for runtime in runtimes.values()] == [10, 10]
     assert fabric.strategy.runtime is runtimes[second]
+
+
+@on_ranks(2)
+def test_a_compiled_model_keeps_its_own_runtime(here: Here) -> None:
+    """Fabric wraps the compiled module anew; micro-batches and steps still reach the runtime of that model."""
+    fabric = make_fabric()
+    torch._dynamo.reset()
+    compiled, other = torch.compile(make_net("gpt"), backend="eager"), make_net("mlp")
+    model, optimizer = fabric.setup(compiled, make_optimizer(compiled.parameters()))
+    fabric.setup(other, make_optimizer(other.parameters()))
+    losses = []
+    for index, batch in enumerate(make_loader("gpt", 6 * 4, 2, rank=here.rank, world=2)):
+        with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+            loss = loss_of(model, batch)
+            fabric.backward(loss / 2, model=model)
+        losses.append(loss.item())
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted = train_plain(make_net("gpt"), "gpt", steps=3, micro=4, accumulate=2)
+    assert_close(mean_over_ranks(losses), wanted, 1e-5)
+    first, second = fabric.strategy.runtimes.values()
+    assert (first.steps, second.steps) == (3, 0)
+    assert second.metrics() == {}
+
+
+@on_ranks(2, "LightningModule", "marked")
+def test_methods_other_than_forward(here: Here) -> None:
+    """``training_step`` of a LightningModule, or marked as a forward method, finds its weights gathered."""
+
+    class Marked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net("gpt")
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return loss_of(self.net, batch)
+
+    fabric = make_fabric()
+    module = make_module("gpt") if here.case == "LightningModule" else Marked()
+    model, optimizer = fabric.setup(module, make_optimizer(module.parameters()))
+    if here.case == "marked":
+        model.mark_forward_method("training_step")
+    losses = []
+    for index, batch in enumerate(make_loader("gpt", 5 * 4, 2, rank=here.rank, world=2)):
+        loss = model.training_step(batch, index)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(mean_over_ranks(losses), train_plain(make_net("gpt"), "gpt", steps=5, micro=4))
+
+
+@on_ranks(2)
+def test_model_from_the_meta_device(here: Here) -> None:
+    fabric = make_fabric()
+    with fabric.init_module(empty_init=True):
+        net = Gpt()
+    assert net.token.weight.is_meta
+    torch.manual_seed(11 + here.rank)
+    model, optimizer = fabric.setup(net, make_optimizer(net.parameters()))
+    losses = []
+    for batch in make_loader("gpt", 5 * 4, 2, rank=here.rank, world=2):
+        loss = loss_of(model, batch)
+        losses.append(loss.item())
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(11)
+    assert_close(mean_over_ranks(losses), train_plain(Gpt(), "gpt", steps=5, micro=4))
 
 
 @on_ranks(2)
