@@ -105,7 +105,7 @@ class CheckpointMethods:
     def save_on_sigterm(self, trainer: Any) -> None:
         """Save where ``ckpt_path="last"`` looks, or in the default folder when the trainer keeps no checkpoints."""
         callback = trainer.checkpoint_callback
-        folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
+        folder = getattr(callback, "dirpath", None) or Path(trainer.default_root_dir) / "checkpoints"
         path = Path(folder) / SIGTERM_NAME
         trainer.save_checkpoint(path)
         self._checkpoints().wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,10 +92,10 @@ def test_a_killed_rank_ends_the_others_by_name() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_sigterm_stops_all_ranks_at_one_batch(accumulate: int) -> None:
+def test_sigterm_stops_all_ranks_at_one_batch(accumulate: int, tmp_path: Path) -> None:
     """A SIGTERM to rank 1 stops both ranks before the same batch, at the edge of an optimizer step."""
     results = run_ranks(
-        fit_until, 2, timeout_s=100, env=ELASTIC, what="terminate", at=5, accumulate_grad_batches=accumulate
+        fit_until, 2, timeout_s=100, env=ELASTIC, what="terminate", default_root_dir=str(tmp_path), at=5, accumulate_grad_batches=accumulate
     )
     assert [r["type"] for r in results] == ["SIGTERMException"] * 2, results
     batches = {r["batches"] for r in results}
