@@ -83,9 +83,7 @@ def test_an_error_on_one_rank_ends_the_others_by_name(what: str) -> None:
 
 
 def test_a_killed_rank_ends_the_others_by_name() -> None:
-    other, killed = run_ranks(
-        fit_until, 2, timeout_s=100, env=ELASTIC, expect_exit={1: -signal.SIGKILL}, what="kill"
-    )
+    other, killed = run_ranks(fit_until, 2, timeout_s=100, env=ELASTIC, expect_exit={1: -signal.SIGKILL}, what="kill")
     assert killed is None
     assert other["peer_lost"], other
     assert other["s"] < _BOUND_S
@@ -95,7 +93,14 @@ def test_a_killed_rank_ends_the_others_by_name() -> None:
 def test_sigterm_stops_all_ranks_at_one_batch(accumulate: int, tmp_path: Path) -> None:
     """A SIGTERM to rank 1 stops both ranks before the same batch, at the edge of an optimizer step."""
     results = run_ranks(
-        fit_until, 2, timeout_s=100, env=ELASTIC, what="terminate", default_root_dir=str(tmp_path), at=5, accumulate_grad_batches=accumulate
+        fit_until,
+        2,
+        timeout_s=100,
+        env=ELASTIC,
+        what="terminate",
+        default_root_dir=str(tmp_path),
+        at=5,
+        accumulate_grad_batches=accumulate,
     )
     assert [r["type"] for r in results] == ["SIGTERMException"] * 2, results
     batches = {r["batches"] for r in results}
