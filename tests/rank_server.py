@@ -8,6 +8,7 @@ input and output; when its input ends, it ends.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -140,6 +141,9 @@ def main() -> None:
 
     import memwall_strategy.lightning  # noqa: F401
     from tests.ranks import run_worker
+
+    gc.collect()
+    gc.freeze()  # a rank that ends need not look through all that was imported: that took a second each
 
     job = _serve()
     if job is not None:
