@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.core.unit import Unit
-from memwall_strategy.engine.fsdp import fsdp_groups, fsdp_roots, group_name, init_root, trainable
 from memwall_strategy.engine.fresh import keep_fresh
+from memwall_strategy.engine.fsdp import fsdp_groups, fsdp_roots, group_name, init_root, trainable
 from memwall_strategy.engine.precision import (
     convert_weights,
     keeps_statistics,
