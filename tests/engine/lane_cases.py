@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from memwall_strategy.core.lane import Lane
 from memwall_strategy.engine import lanes as lanes_module
@@ -358,6 +359,21 @@ def sgd(model: nn.Module, lr: float = 0.1) -> None:
         if parameter.grad is not None:
             local_tensor(parameter).sub_(local_tensor(parameter.grad), alpha=lr)
             parameter.grad = None
+
+
+def by_user(here: Here, lanes: bool, prepare: Callable[[nn.Module, DeviceMesh], None]) -> list[Any]:
+    """Two steps of a GPT whose owner sharded the blocks, and in ``prepare`` the rest."""
+    torch.manual_seed(11)
+    model, mesh = GPT(), mesh_of(here, "2")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    prepare(model, mesh)
+    found = FsdpLanes(model, prefetch=1, reduce_buffers=2, timeout_s=TIMEOUT_S) if lanes else None
+    try:
+        return train(model, 2, seed=here.rank)
+    finally:
+        if found is not None:
+            found.close()
 
 
 # -- by hand --

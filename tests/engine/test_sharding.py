@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from memwall_strategy.core.errors import ConfigError
-from memwall_strategy.engine import lanes as lanes_module
-from memwall_strategy.engine.fsdp import fsdp_groups, fsdp_roots, fsdp_state, local_tensor
-from memwall_strategy.engine.lanes import FsdpLanes
+from memwall_strategy.engine.fsdp import fsdp_roots, fsdp_state, local_tensor
 from memwall_strategy.engine.sharding import (
     data_parallel_mesh,
     describe_units,
@@ -21,7 +19,7 @@ from memwall_strategy.engine.sharding import (
     set_prefetch,
     shard_model,
 )
-from tests.engine.lane_cases import GPT, MLP, Block, Conv, assert_close, full_gradients, mesh_of, sharded
+from tests.engine.lane_cases import GPT, Block, Conv, assert_close, full_gradients, mesh_of, sharded
 from tests.lightning.checks import on_ranks
 
 
@@ -326,62 +324,3 @@ def test_prefetch_lists_follow_the_modules(here):
             backward = [s._modules[0] for s in state._states_to_backward_prefetch]
             behind = list(reversed(chain[1:] if i == 0 else chain[1:i]))[:ahead]
             assert backward == (behind if ahead > 1 else [])
-
-
-@on_ranks(2, "0", "1", "3", group="engine")
-def test_a_step_gathers_each_unit_twice_and_the_root_once(here):
-    """Prefetch, and keeping gathers fresh, cost no gather more."""
-    gathered = []
-    gather = lanes_module.all_gather_single
-
-    def count(*args, **named):
-        gathered.append(1)
-        return gather(*args, **named)
-
-    with sharded(GPT, mesh_of(here, "2"), prefetch=int(here.case)) as (model, lanes):
-        model.loss(model.batch(0)).backward()
-        with mock.patch.object(lanes_module, "all_gather_single", count):
-            for _ in range(3):
-                gathered.clear()
-                model.loss(model.batch(0)).backward()
-                lanes.gather.drain()
-                assert len(gathered) == 2 * len(model.blocks) + 1
-            gathered.clear()
-            with torch.no_grad():
-                model.loss(model.batch(0))
-            lanes.gather.drain()
-            assert len(gathered) == len(model.blocks) + 1
-
-
-@on_ranks(2, group="engine")
-def test_what_the_user_gathered_stays_gathered(here):
-    """``module.unshard()`` around a method that FSDP2 does not hook, and weights kept over micro-batches."""
-    with sharded(GPT, mesh_of(here, "2")) as (model, _):
-        model.loss(model.batch(0)).backward()
-        model.unshard()
-        with torch.no_grad():
-            model.blocks[0](torch.randn(1, 6, 10))  # a forward of a child alone starts an iteration
-        assert model.head.weight.shape == (29, 10)
-        assert not hasattr(model.head.weight, "device_mesh"), "the root's weights were resharded under the user's hands"
-        model.reshard()
-    with sharded(GPT, mesh_of(here, "2")) as (model, _):
-        model.set_reshard_after_backward(False)
-        model.loss(model.batch(0)).backward()
-        model.loss(model.batch(1)).backward()
-        assert all(group.is_unsharded for group in fsdp_groups(model))
-
-
-@on_ranks(2, group="engine")
-def test_a_user_shards_on_after_us(here):
-    """A wrapper around a sharded model, sharded itself: no part of it expects ours everywhere."""
-    from torch.distributed.fsdp import fully_shard
-
-    inner = MLP()
-    shard_model(inner, mesh_of(here, "2"), precision="32-true")
-    outer = nn.Sequential(inner, nn.Linear(3, 3))
-    fully_shard(outer, mesh=mesh_of(here, "2"))
-    lanes = FsdpLanes(outer, prefetch=1, reduce_buffers=2, timeout_s=30.0)
-    outer(inner.batch(here.rank)).sum().backward()
-    lanes.close()
-    assert outer[1].weight.grad is not None
-    assert inner.end.weight.grad is not None
