@@ -213,6 +213,7 @@ class GradientReducer:
         self._groups = LaneGroups()
         self._pending: deque[_Reduction] = deque()
         self._undecided: list[_Reduction] = []
+        self._newest: dict[FSDPParamGroup, _Reduction] = {}  # of the undecided ones
         self._partial: dict[FSDPParamGroup, torch.Tensor] = {}
         self._partial_present: dict[FSDPParamGroup, list[bool]] = {}
         self._unreduced: dict[FSDPParamGroup, None] = {}  # took part in a backward whose gradients rest whole; ordered
@@ -290,7 +291,7 @@ class GradientReducer:
         self, group: FSDPParamGroup, params: list[FSDPParam], gradients: list[torch.Tensor], present: list[bool]
     ) -> None:
         while len(self._pending) >= self._buffers:
-            self._finish_oldest()
+            self._decide_later(self._finish_oldest())
         sharded = isinstance(group.mesh_info, FSDPMeshInfo)
         shard_group = self._groups.twin(group._reduce_scatter_process_group) if sharded else None
         replica_group = (
@@ -366,12 +367,12 @@ class GradientReducer:
             item.output = output.to(group._orig_dtype)
             self._account.track(item.output, Kind.GRAD)
 
-    def _finish_oldest(self) -> None:
+    def _finish_oldest(self) -> _Reduction:
         item = self._pending[0]
         item.transfer.wait()
         self._pending.popleft()
         if not item.complete:
-            return
+            return item
         output, item.output = item.output, None
         offset = 0
         for i, (param, size) in enumerate(zip(item.params, item.padded_sizes, strict=True)):
@@ -381,7 +382,27 @@ class GradientReducer:
             else:
                 item.deferred[i] = shard
             offset += size.numel() // _shard_count(item.group)
-        self._undecided.append(item)
+        return item
+
+    def _decide_later(self, item: _Reduction) -> None:
+        """Keep a finished reduction until the ranks have told which parameters had a gradient anywhere.
+
+        Those of one unit are merged, so that many held micro-batches keep no more than one: where no rank had a
+        gradient the shard is zero, and adds nothing.
+        """
+        if not item.complete:
+            return
+        earlier = self._newest.get(item.group)
+        if earlier is None or earlier.params != item.params:
+            self._undecided.append(item)
+            self._newest[item.group] = item
+            return
+        earlier.present = [a or b for a, b in zip(earlier.present, item.present, strict=True)]
+        for i, shard in item.deferred.items():
+            if i in earlier.deferred:
+                earlier.deferred[i].add_(shard)
+            else:
+                earlier.deferred[i] = shard.clone()  # a view would keep the unit's whole shard alive
 
     def finish(self) -> None:
         """Wait for every reduction and put its gradient in place. Runs on the training thread.
@@ -399,6 +420,7 @@ class GradientReducer:
         while self._pending:
             self._finish_oldest()
         self._undecided.clear()
+        self._newest.clear()
         for items, counts, transfer in exchanges:
             transfer.wait()
             used = iter(counts.tolist())
@@ -439,6 +461,7 @@ class GradientReducer:
         """Drop every reduction in flight. The lane must be at rest or failing; partial sums are dropped too."""
         self._pending.clear()
         self._undecided.clear()
+        self._newest.clear()
         self._partial.clear()
         self._partial_present.clear()
         self._unreduced.clear()
