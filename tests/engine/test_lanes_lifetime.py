@@ -23,8 +23,11 @@ from tests.engine.lane_cases import (
     GPT,
     MLP,
     TIMEOUT_S,
+    assert_close,
     assert_same,
+    by_hand,
     by_user,
+    full_gradients,
     gradients,
     mesh_of,
     sgd,
@@ -35,31 +38,57 @@ from tests.lightning.checks import on_ranks
 
 
 class Buffers:
-    """An account that watches how many flat gradients live at a time."""
+    """An account that watches how many buffers of one kind live at a time."""
 
-    def __init__(self):
-        self.alive, self.most = 0, 0
+    def __init__(self, kind):
+        self.kind, self.most, self._live = kind, 0, set()
 
     def track(self, tensor, kind):
-        if kind != Kind.COMM:
-            return
-        self.alive += 1
-        self.most = max(self.most, self.alive)
-        weakref.finalize(tensor.untyped_storage(), self._gone)
+        address = tensor.untyped_storage().data_ptr()
+        if kind == self.kind and address not in self._live:
+            self._live.add(address)
+            self.most = max(self.most, self.alive)
+            weakref.finalize(tensor.untyped_storage(), self._live.discard, address)
 
-    def _gone(self):
-        self.alive -= 1
+    @property
+    def alive(self):
+        return len(self._live)
 
 
 @on_ranks(2, "1", "2", "4", group="engine")
-def test_no_more_gradients_in_flight_than_buffers(here):
-    """And none once the backward has returned, though gradients of one rank are sums in place."""
-    buffers, account = int(here.case), Buffers()
+def test_no_more_whole_gradients_in_flight_than_buffers(here):
+    """And none once the backward has returned."""
+    buffers, account = int(here.case), Buffers(Kind.COMM)
     with sharded(lambda: GPT(layers=6), mesh_of(here, "2"), reduce_buffers=buffers, account=account) as (model, _):
         for _ in range(2):
             model.loss(model.batch(here.rank)).backward()
             assert account.alive == 0
-        assert 1 <= account.most <= buffers + 1  # the one being filled waits for room first, or is the first
+        assert 1 <= account.most <= buffers
+
+
+@on_ranks(2, group="engine")
+def test_held_micro_batches_keep_no_more_than_one(here):
+    """Also where parameters without a gradient wait to hear whether another rank had one."""
+    account, alive = Buffers(Kind.GRAD), []
+    with sharded(MLP, mesh_of(here, "2"), account=account) as (model, lanes):
+        for micro in range(6):
+            model.branch = {0} if here.rank == 0 and micro in (1, 4) else set()
+            with lanes.reducer.hold():
+                model.loss(model.batch(here.rank + 10 * micro)).backward()
+            lanes.reduce.drain()
+            alive.append(account.alive)
+        units = len(model.layers) + 1
+        assert alive[0] >= units - 2  # up to two of them may still be on their way
+        # Two on their way, and one that holds a first gradient (of the branch).
+        assert max(alive) <= units + 3, f"gradients alive after each micro-batch: {alive}"
+        lanes.reducer.finish()
+
+        def losses(model, rank):
+            for micro in range(6):
+                model.branch = {0} if rank == 0 and micro in (1, 4) else set()
+                yield model.loss(model.batch(rank + 10 * micro))
+
+        assert_close(full_gradients(model), by_hand(MLP, here, losses))
 
 
 @on_ranks(2, group="engine")
