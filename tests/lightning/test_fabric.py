@@ -19,6 +19,7 @@ from tests.lightning.models import (
     assert_same_weights,
     full_weights,
     loss_of,
+    make_data,
     make_loader,
     make_module,
     make_net,
@@ -27,6 +28,7 @@ from tests.lightning.models import (
     mean_over_ranks,
     train_plain,
 )
+from tests.lightning.test_parity import Counts
 
 
 def make_fabric(namespace: str = "lightning.fabric", world: int = 2, strategy: Any = "memwall", **options: Any) -> Any:
@@ -117,11 +119,16 @@ def test_ways_to_set_up_and_to_clip(here: Here) -> None:
 
 
 @on_ranks(4)
-def test_replicas(here: Here) -> None:
+def test_replicas_meet_once_per_step(here: Here) -> None:
+    """``no_backward_sync`` keeps all but the last micro-batch inside the rack."""
     from memwall_strategy.lightning import MemwallFabricStrategy
 
     fabric = make_fabric(world=4, strategy=MemwallFabricStrategy(replicate=2))
-    losses, _ = train_fabric(here, fabric, "mlp", steps=5, accumulate=4)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counts = Counts(monkeypatch)
+        losses, _ = train_fabric(here, fabric, "mlp", steps=5, accumulate=4)
+    units = len(fabric.strategy.runtime.units)
+    assert counts.tally["all_reduce", 2] == 5 * units, (counts.tally, units)
     assert_close(mean_over_ranks(losses), train_plain(make_net("mlp"), "mlp", steps=5, micro=8, accumulate=4))
 
 
@@ -142,6 +149,7 @@ def test_precision(here: Here) -> None:
         losses, model = train_fabric(here, fabric, "gpt", steps=6, accumulate=2, clip={"max_norm": 0.4})
     assert seen == {(wanted_dtype, wanted_dtype, False)}, seen
     kept = torch.bfloat16 if here.case == "bf16-true" else torch.float32
+    assert model(make_data("gpt", 2)[0]).dtype == kept, "outputs come back in fp32 unless everything is bf16"
     assert model.module.blocks[0].out.weight.dtype == kept
     wanted = train_plain(
         make_net("gpt"), "gpt", steps=6, micro=4, accumulate=2, clip=lambda ps: nn.utils.clip_grad_norm_(ps, 0.4)

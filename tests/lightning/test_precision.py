@@ -103,22 +103,27 @@ def test_sync_batchnorm_in_low_precision(here: Here) -> None:
         torch.testing.assert_close(found[name], wanted[name], rtol=0.1, atol=0.02)
 
 
-@on_ranks(2, "clip", "accumulate", "plain")
+@on_ranks(2, "clip", "accumulate", "plain", "one shard")
 def test_scaler_halves_and_every_rank_skips(here: Here) -> None:
-    """An inf in one rank's gradient: nobody steps, everybody halves the scale, and training goes on."""
+    """An inf in one rank's loss, or in its shard alone: nobody steps, all halve the scale, and training goes on."""
     weights: list[dict[str, torch.Tensor]] = []
     scales: list[float] = []
 
     class Module(module_class("lightning")):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
-            return loss * (float("inf") if here.rank == 1 and batch_idx == bad else 1.0)
+            broken = here.rank == 1 and batch_idx == bad and here.case != "one shard"
+            return loss * (float("inf") if broken else 1.0)
+
+        def on_after_backward(self) -> None:
+            if here.case == "one shard" and here.rank == 1 and len(self.losses) == bad + 1:
+                self.net.head.weight.grad.to_local()[0, 0] = float("inf")
 
         def on_train_batch_end(self, *_: Any) -> None:
             weights.append(full_weights(self.net))
             scales.append(self.trainer.precision_plugin.scaler.get_scale())
 
-    options = {"clip": {"gradient_clip_val": 0.5}, "accumulate": {"accumulate_grad_batches": 2}, "plain": {}}[here.case]
+    options = {"clip": {"gradient_clip_val": 0.5}, "accumulate": {"accumulate_grad_batches": 2}}.get(here.case, {})
     bad = 2
     module = Module(make_net("gpt"), "adamw")
     trainer = make_trainer(2, precision="16-mixed", **options)
