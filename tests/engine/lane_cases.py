@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from memwall_strategy.core.lane import Lane
 from memwall_strategy.engine import lanes as lanes_module
+from memwall_strategy.engine import reducer as reducer_module
 from memwall_strategy.engine.fsdp import local_tensor
 from memwall_strategy.engine.inference import gather_outside_inference_mode
 from memwall_strategy.engine.lanes import FsdpLanes
@@ -231,7 +232,7 @@ def rough_lanes(seed: int, longest_delay_s: float = LONGEST_DELAY_S) -> Iterator
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
     class Torch:
-        """torch as the module under test sees it."""
+        """torch as the modules under test see it."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
@@ -243,6 +244,7 @@ def rough_lanes(seed: int, longest_delay_s: float = LONGEST_DELAY_S) -> Iterator
     with (
         mock.patch.object(Lane, "submit", late),
         mock.patch.object(lanes_module, "torch", Torch()),
+        mock.patch.object(reducer_module, "torch", Torch()),
         mock.patch.object(torch.Tensor, "new_empty", lambda self, *a, **k: poison(new_empty(self, *a, **k))),
     ):
         yield

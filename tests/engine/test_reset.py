@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from memwall_strategy.engine import lanes as lanes_module
+from memwall_strategy.engine import reducer as reducer_module
 from memwall_strategy.engine.fsdp import TrainingState, fsdp_groups
 from memwall_strategy.engine.reset import reset_aborted_step
 from tests.engine.lane_cases import GPT, assert_same, finish, gradients, hold, mesh_of, sgd, sharded
@@ -145,12 +146,14 @@ def test_a_reset_before_the_first_forward_does_nothing(here):
 @on_ranks(2, "gather", "reduce", group="engine")
 def test_a_transfer_that_failed_everywhere(here):
     """The lane raises it, the reset forgets it, the next gradient is exact."""
-    name = {"gather": "all_gather_single", "reduce": "_reduce_scatter"}[here.case]
+    module, name = {"gather": (lanes_module, "all_gather_single"), "reduce": (reducer_module, "_reduce_scatter")}[
+        here.case
+    ]
     with sharded(GPT, mesh_of(here, "2")) as (model, lanes):
         model.loss(model.batch(here.rank)).backward()
         expected = gradients(model)
         model.zero_grad()
-        calls, good = [], getattr(lanes_module, name)
+        calls, good = [], getattr(module, name)
 
         def fail_third(*args, **named):
             calls.append(1)
@@ -159,7 +162,7 @@ def test_a_transfer_that_failed_everywhere(here):
             return good(*args, **named)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lanes_module, name, fail_third)
+            patch.setattr(module, name, fail_third)
             with pytest.raises(RuntimeError, match=f"lane '{here.case}': .* failed: OSError: unplugged"):
                 model.loss(model.batch(here.rank + 9)).backward()
         reset_aborted_step(model, lanes)
