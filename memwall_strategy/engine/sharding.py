@@ -33,17 +33,22 @@ STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 """What a LightningModule runs instead of ``forward``."""
 
 
+def check_replicate(ranks: int, replicate: int) -> None:
+    """Raise ``ConfigError`` where ``replicate`` does not divide the number of data-parallel ranks."""
+    if ranks % replicate:
+        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        raise ConfigError(
+            f"replicate={replicate} does not divide the {ranks} data-parallel ranks. Use one of {divisors}."
+        )
+
+
 def data_parallel_mesh(device_type: str, world: int, replicate: int) -> DeviceMesh:
     """The mesh that weights are sharded over: 1-D, or (replicate, shard) for HSDP.
 
     Raises:
         ConfigError: ``replicate`` does not divide the number of ranks.
     """
-    if world % replicate:
-        divisors = [str(n) for n in range(1, world + 1) if world % n == 0]
-        raise ConfigError(
-            f"replicate={replicate} does not divide the {world} data-parallel ranks. Use one of {', '.join(divisors)}."
-        )
+    check_replicate(world, replicate)
     if replicate == 1:
         return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(device_type, (replicate, world // replicate), mesh_dim_names=("replicate", "shard"))

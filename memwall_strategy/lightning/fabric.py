@@ -6,10 +6,9 @@ marks micro-batches that no optimizer step follows; clipping, saving and loading
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from memwall_strategy.config import MemwallConfig, config_from
+from memwall_strategy.config import MemwallConfig
 from memwall_strategy.core.block import Phase
 from memwall_strategy.core.errors import ConfigError, MemwallError
 from memwall_strategy.engine.clip import clip_grad_norm, clip_grad_value
@@ -32,11 +31,10 @@ from memwall_strategy.engine.lightning_bridge import (
 from memwall_strategy.engine.optimizers import parameter_names, point_at_shards
 from memwall_strategy.engine.precision import canonical_precision, compute_dtype
 from memwall_strategy.engine.scaler import ShardedGradScaler
-from memwall_strategy.engine.sharding import STEP_METHODS
+from memwall_strategy.engine.sharding import STEP_METHODS, data_parallel_mesh
 from memwall_strategy.lightning.checkpoints import FabricCheckpointMethods
-from memwall_strategy.lightning.world import check_world, data_mesh, divided, group_backend, sum_for
+from memwall_strategy.lightning.world import WorldMethods, choose_precision, divided, read_options, sum_for
 from memwall_strategy.runtime import Runtime
-from memwall_strategy.runtime.data import position_loader
 
 
 class FabricPrecisionMethods:
@@ -83,7 +81,7 @@ class FabricPrecisionMethods:
             self.scaler.load_state_dict(state_dict)
 
 
-class FabricStrategyMethods(FabricCheckpointMethods, FabricSeams):
+class FabricStrategyMethods(FabricCheckpointMethods, WorldMethods, FabricSeams):
     """Pooled, sharded, overlapped training under Fabric; see ``MemwallStrategy`` for the arguments.
 
     Attributes:
@@ -98,9 +96,7 @@ class FabricStrategyMethods(FabricCheckpointMethods, FabricSeams):
         process_group_backend: str | None = None,
         **options: Any,
     ) -> None:
-        if config is not None and options:
-            raise ConfigError(f"give either config= or single options, not both: {', '.join(sorted(options))}.")
-        self.config = config if config is not None else config_from(options, owner="MemwallFabricStrategy")
+        self.config = read_options(config, options, "MemwallFabricStrategy")
         self.runtimes: dict[nn.Module, Runtime] = {}
         super().__init__(
             parallelize_fn=lambda module, mesh: module,
@@ -115,22 +111,10 @@ class FabricStrategyMethods(FabricCheckpointMethods, FabricSeams):
         """Runtime of the model that was set up last."""
         return next(reversed(self.runtimes.values()), None)
 
-    def check_world(self, world: int) -> None:
-        """Options that the number of ranks rules out, found before any process starts."""
-        check_world(self.config, world, self.root_device)
-
-    def group_backend(self) -> str:
-        """gloo or NCCL, behind a swappable group where the config says so."""
-        return group_backend(self.config, self.root_device.type)
-
-    def setup_environment(self) -> None:
-        self.set_parallel_sizes()
-        super().setup_environment()
-
     def setup_module(self, module: nn.Module) -> nn.Module:
         runtime = Runtime(
             self.config,
-            mesh=data_mesh(self.config, self.root_device.type, self.world_size),
+            mesh=data_parallel_mesh(self.root_device.type, self.world_size, self.config.replicate),
             precision=self.precision.precision,
         )
         self.precision.attach(self.root_device.type)
@@ -164,14 +148,7 @@ class FabricStrategyMethods(FabricCheckpointMethods, FabricSeams):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Give loaders a position: save ``loader.state_dict()`` with the rest of the state."""
-        dealt = self.distributed_sampler_kwargs
-        return position_loader(
-            super().process_dataloader(dataloader),
-            rank=dealt["rank"],
-            world=dealt["num_replicas"],
-            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),  # what seed_everything set; the same on every rank
-            mode="passes",
-        )
+        return self.give_position(super().process_dataloader(dataloader), "passes")
 
     def _micro_batch(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         runtime = self.runtimes.get(module)
@@ -238,15 +215,8 @@ def fabric_strategy_class(namespace: str) -> type:
     strategy = type("MemwallFabricStrategy", (FabricStrategyMethods, base), doc)
     precision = type("MemwallFabricPrecision", (FabricPrecisionMethods, precision_base), {"__module__": __name__})
 
-    def choose(asked: Any, given: Any) -> Any:
-        if given is None:
-            return precision(asked)
-        if isinstance(given, precision):
-            return given
-        raise ConfigError(
-            f"plugins={type(given).__name__}(...) cannot be used with memwall. Write precision='bf16-mixed' (or "
-            "32-true, bf16-true, 16-mixed)."
-        )
-
-    choose_precision_by_strategy(f"{package}.connector", "_precision_input", strategy, choose)
+    remedy = "precision='bf16-mixed' (or 32-true, bf16-true, 16-mixed)"
+    choose_precision_by_strategy(
+        f"{package}.connector", "_precision_input", strategy, partial(choose_precision, precision, remedy=remedy)
+    )
     return strategy

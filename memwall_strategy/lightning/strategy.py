@@ -7,7 +7,6 @@ reduced no further than a micro-batch needs; checkpoints are whole or not there;
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from memwall_strategy.config import MemwallConfig, config_from
+from memwall_strategy.config import MemwallConfig
 from memwall_strategy.core.block import Phase
 from memwall_strategy.core.errors import ConfigError, MemwallError
 from memwall_strategy.engine.lightning_bridge import (
@@ -34,13 +33,12 @@ from memwall_strategy.engine.lightning_bridge import (
 )
 from memwall_strategy.engine.loader import batch_weight, follow, settle_resume
 from memwall_strategy.engine.processes import die_with_parent
-from memwall_strategy.engine.sharding import is_sharded
+from memwall_strategy.engine.sharding import data_parallel_mesh, is_sharded
 from memwall_strategy.engine.sync_norm import synchronize_batch_norms
 from memwall_strategy.lightning.checkpoints import CheckpointMethods
 from memwall_strategy.lightning.precision import precision_class
-from memwall_strategy.lightning.world import check_world, data_mesh, divided, group_backend, sum_for
+from memwall_strategy.lightning.world import WorldMethods, choose_precision, divided, read_options, sum_for
 from memwall_strategy.runtime import Runtime
-from memwall_strategy.runtime.data import position_loader
 
 _OUTSIDE_FORWARD = "mixed torch.Tensor and DTensor"
 """What torch says when a sharded weight meets a plain tensor: a weight was used outside its module's forward."""
@@ -52,7 +50,7 @@ _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 """Lightning's callbacks that keep a second, whole model."""
 
 
-class StrategyMethods(CheckpointMethods, ModelParallelSeams):
+class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
     """Pooled, sharded, overlapped training; mixed into Lightning's strategy by ``strategy_class``.
 
     Args:
@@ -76,9 +74,7 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         process_group_backend: str | None = None,
         **options: Any,
     ) -> None:
-        if config is not None and options:
-            raise ConfigError(f"give either config= or single options, not both: {', '.join(sorted(options))}.")
-        self.config = config if config is not None else config_from(options)
+        self.config = read_options(config, options, "MemwallStrategy")
         self.runtime: Runtime | None = None
         self._wanted_tensor_parallel = tensor_parallel_size
         self._failed = False
@@ -88,20 +84,6 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
             process_group_backend=process_group_backend,
             timeout=timedelta(seconds=self.config.timeout_s),
         )
-
-    # -- before processes start --
-
-    def check_world(self, world: int) -> None:
-        """Options that the number of ranks rules out, found before any process starts."""
-        check_world(self.config, world, self.root_device, self._wanted_tensor_parallel)
-
-    def group_backend(self) -> str:
-        """gloo or NCCL, behind a swappable group where the config says so."""
-        return group_backend(self.config, self.root_device.type)
-
-    def setup_environment(self) -> None:
-        self.set_parallel_sizes()
-        super().setup_environment()
 
     # -- set-up --
 
@@ -138,7 +120,7 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         """The mesh to shard over: all ranks, or the data-parallel ones of a user's tensor parallelism."""
         if self._wanted_tensor_parallel > 1:
             return self.device_mesh["data_parallel"]
-        return data_mesh(self.config, self.root_device.type, self.world_size)
+        return data_parallel_mesh(self.root_device.type, self.world_size, self.config.replicate)
 
     @staticmethod
     def _refuse_fsdp1(module: nn.Module) -> None:
@@ -180,13 +162,7 @@ class StrategyMethods(CheckpointMethods, ModelParallelSeams):
         dataloader = super().process_dataloader(dataloader)
         if not self._training_data:
             return dataloader
-        dealt = self.distributed_sampler_kwargs
-        positioned = position_loader(
-            dataloader,
-            rank=dealt["rank"],
-            world=dealt["num_replicas"],
-            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),  # what seed_everything set; the same on every rank
-        )
+        positioned = self.give_position(dataloader, "train")
         follow(positioned, self.lightning_module.trainer)
         return positioned
 
@@ -312,22 +288,11 @@ def strategy_class(namespace: str) -> type:
     methods = {"__doc__": StrategyMethods.__doc__, "__module__": __name__}
     strategy = type("MemwallStrategy", (StrategyMethods, base), methods)
     connector = f"{package}.trainer.connectors.accelerator_connector"
-    choose_precision_by_strategy(connector, "_precision_flag", strategy, partial(_precision, namespace))
-    return strategy
-
-
-def _precision(namespace: str, asked: Any, given: Any) -> Any:
-    """The plugin for what the user asked for.
-
-    Raises:
-        ConfigError: a plugin of another kind, which would autocast on top of FSDP2's policy.
-    """
-    ours = precision_class(namespace)
-    if given is None:
-        return ours(asked)
-    if isinstance(given, ours):
-        return given
-    raise ConfigError(
-        f"plugins={type(given).__name__}(...) cannot be used with memwall. Write precision='bf16-mixed' (or 32-true, "
-        "bf16-true, 16-mixed), or pass plugins=memwall_strategy.MemwallPrecision(...)."
+    remedy = (
+        "precision='bf16-mixed' (or 32-true, bf16-true, 16-mixed), or pass "
+        "plugins=memwall_strategy.MemwallPrecision(...)"
     )
+    choose_precision_by_strategy(
+        connector, "_precision_flag", strategy, partial(choose_precision, precision_class(namespace), remedy=remedy)
+    )
+    return strategy

@@ -1,20 +1,81 @@
-"""What both strategies derive from the number of ranks and the device."""
+"""What both strategies share: reading options, and what follows from the number of ranks and the device."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from memwall_strategy.config import MemwallConfig
+from memwall_strategy.config import MemwallConfig, config_from
 from memwall_strategy.core.errors import ConfigError
-from memwall_strategy.engine.sharding import data_parallel_mesh
+from memwall_strategy.engine.sharding import check_replicate
 from memwall_strategy.engine.swap_group import BACKEND, register_backend
+from memwall_strategy.runtime.data import position_loader
 from memwall_strategy.runtime.runtime import device_budget_bytes
 
 _MEANS = ("mean", "avg")
+
+
+class WorldMethods:
+    """Mixed into both strategies before ``ModelParallelSeams``, which calls the first two."""
+
+    config: MemwallConfig
+
+    def check_world(self, world: int) -> None:
+        """Options that the number of ranks rules out, found before any process starts."""
+        check_world(self.config, world, self.root_device, self._wanted_tensor_parallel)
+
+    def group_backend(self) -> str:
+        """gloo or NCCL, behind a swappable group where the config says so."""
+        return group_backend(self.config, self.root_device.type)
+
+    def setup_environment(self) -> None:
+        self.set_parallel_sizes()
+        super().setup_environment()
+
+    def give_position(self, dataloader: Any, mode: str) -> Any:
+        """Deal a loader's data over the data-parallel ranks, with a position that can be saved."""
+        dealt = self.distributed_sampler_kwargs
+        return position_loader(
+            dataloader,
+            rank=dealt["rank"],
+            world=dealt["num_replicas"],
+            seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),  # what seed_everything set; the same on every rank
+            mode=mode,
+        )
+
+
+def read_options(config: MemwallConfig | None, options: dict[str, Any], owner: str) -> MemwallConfig:
+    """The configuration, given as a whole or as single options.
+
+    Raises:
+        ConfigError: both were given, or an option that does not exist or cannot be.
+    """
+    if config is None:
+        return config_from(options, owner=owner)
+    if options:
+        raise ConfigError(f"give either config= or single options, not both: {', '.join(sorted(options))}.")
+    return config
+
+
+def choose_precision(plugin: type, asked: Any, given: Any, remedy: str) -> Any:
+    """The precision plugin for what the user asked for.
+
+    Args:
+        plugin: ours.
+        given: a plugin that the user passed, or None.
+        remedy: what to write instead of another plugin.
+
+    Raises:
+        ConfigError: a plugin of another kind, which would autocast on top of FSDP2's policy.
+    """
+    if given is None:
+        return plugin(asked)
+    if isinstance(given, plugin):
+        return given
+    raise ConfigError(f"plugins={type(given).__name__}(...) cannot be used with memwall. Write {remedy}.")
 
 
 def check_world(config: MemwallConfig, world: int, device: torch.device, tensor_parallel: int = 1) -> None:
@@ -29,12 +90,7 @@ def check_world(config: MemwallConfig, world: int, device: torch.device, tensor_
         )
     if tensor_parallel > 1 and config.replicate > 1:
         raise ConfigError("replicate and tensor_parallel_size cannot both be above 1: set one of them to 1.")
-    ranks = world // tensor_parallel
-    if ranks % config.replicate:
-        divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
-        raise ConfigError(
-            f"replicate={config.replicate} does not divide the {ranks} data-parallel ranks. Use one of {divisors}."
-        )
+    check_replicate(world // tensor_parallel, config.replicate)
     if config.pool.enabled:
         device_budget_bytes(config, device)
 
@@ -47,11 +103,6 @@ def group_backend(config: MemwallConfig, device_type: str) -> str:
         return plain
     register_backend(cuda=plain)
     return BACKEND
-
-
-def data_mesh(config: MemwallConfig, device_type: str, world: int) -> DeviceMesh:
-    """The mesh to shard over."""
-    return data_parallel_mesh(device_type, world, config.replicate)
 
 
 def sum_for(tensor: Any, op: Any) -> tuple[Any, bool]:
