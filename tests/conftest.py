@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import time
 import uuid
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from recipes.netns import why_not
 from tests.ranks import stop_server
 
 _SESSION_VARIABLE = "MEMWALL_TEST_SESSION"
@@ -40,26 +39,11 @@ for _name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, and say why."""
-    if item.get_closest_marker("requires_netns") and (reason := _why_no_netns()):
+    if item.get_closest_marker("requires_netns") and (reason := why_not()):
         pytest.skip(reason)
     cuda = item.get_closest_marker("requires_cuda")
     if cuda and (reason := _why_no_cuda(*cuda.args)):
         pytest.skip(reason)
-
-
-def _why_no_netns() -> str:
-    """Why network namespaces cannot be made here, or an empty string; tried, not guessed."""
-    if os.geteuid() != 0:
-        return "needs root for network namespaces"
-    for program in ("ip", "tc"):
-        if shutil.which(program) is None:
-            return f"needs the program `{program}` (Debian: iproute2)"
-    name = f"memwall-try-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=10)
-    if made.returncode:
-        return f"cannot make a network namespace here: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "delete", name], check=True, timeout=10)
-    return ""
 
 
 def _why_no_cuda(count: int = 1) -> str:
