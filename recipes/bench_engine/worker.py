@@ -53,7 +53,6 @@ class StepClock(L.Callback):
     def __init__(self) -> None:
         self.step_s: list[float] = []
         self.losses: list[float] = []
-        self.accounting_s: list[float] = []
         self._start = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
