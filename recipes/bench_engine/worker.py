@@ -22,6 +22,7 @@ from memwall_strategy import MemwallStrategy, OverlapConfig, PoolConfig, Resilie
 
 from ..gpt.module import GPTModule
 from ..gpt.options import GPTOptions
+from .account_clock import AccountClock
 
 
 class RandomTokens(Dataset):
@@ -48,19 +49,23 @@ class StockModule(GPTModule):
 
 
 class StepClock(L.Callback):
-    """Seconds of each optimizer step, from batch start to batch end, its loss and the process's peak memory."""
+    """Seconds of each optimizer step, from batch start to batch end, those inside the account, and its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, account: AccountClock | None) -> None:
         self.step_s: list[float] = []
+        self.account_s: list[float] = []
         self.losses: list[float] = []
-        self._start = 0.0
+        self._account = account
+        self._start = self._account_start = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
         torch.distributed.barrier()  # both ranks measure the same step
+        self._account_start = self._account.inside_s if self._account else 0.0
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
         self.step_s.append(time.perf_counter() - self._start)
+        self.account_s.append(self._account.inside_s - self._account_start if self._account else 0.0)
         self.losses.append(float(outputs["loss"]))
 
 
@@ -82,7 +87,7 @@ def strategy_of(variant: str, options: dict[str, Any]) -> Any:
     return MemwallStrategy(**parts[variant])
 
 
-def train(variant: str, task: dict[str, Any]) -> dict[str, Any]:
+def train(variant: str, task: dict[str, Any], account: AccountClock | None = None) -> dict[str, Any]:
     """Train ``task["steps"]`` steps and return what the clock saw; the first ``task["warmup"]`` are dropped."""
     options = GPTOptions(**task["model"])
     L.seed_everything(0, verbose=False)
@@ -90,7 +95,7 @@ def train(variant: str, task: dict[str, Any]) -> dict[str, Any]:
     module = kind(options, partial(torch.optim.AdamW, lr=1e-3, fused=True), constant)
     total = task["steps"] + task["warmup"]
     tokens = RandomTokens(total * task["batch"] * int(os.environ["WORLD_SIZE"]), options.context + 1, options.vocab)
-    clock = StepClock()
+    clock = StepClock(account)
     trainer = L.Trainer(
         strategy=strategy_of(variant, task), accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -103,6 +108,7 @@ def train(variant: str, task: dict[str, Any]) -> dict[str, Any]:
     return {
         "variant": variant,
         "step_s": clock.step_s[task["warmup"] :],
+        "account_s": clock.account_s[task["warmup"] :],
         "losses": clock.losses,
         "peak_bytes": peak_memory_bytes(),
         "metrics": figures,
@@ -132,7 +138,11 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     warnings.filterwarnings("ignore")
     torch.set_num_threads(task["threads"])
-    results = [train(variant, task) for variant in task["variants"]]
+    account = None
+    if task.get("time_account"):
+        account = AccountClock()
+        account.install()
+    results = [train(variant, task, account) for variant in task["variants"]]
     if int(os.environ["RANK"]) == 0:
         with open(task["result"], "w") as file:
             json.dump(results, file)
