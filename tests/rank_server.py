@@ -8,6 +8,7 @@ input and output; when its input ends, it ends.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import os
@@ -131,6 +132,7 @@ def _become(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["env"])
     sys.argv = [job["worker"]]
+    faulthandler.enable()  # a crash in C++ shows its Python threads in the log
 
 
 def main() -> None:

@@ -74,14 +74,15 @@ def choose_precision_by_strategy(connector_module: str, attribute: str, strategy
     connector._check_and_init_precision = chosen
 
 
-def install_sigterm_agreement(trainer: Any, save: Callable[[], None], before_batch: Callable[[], None]) -> None:
-    """Make a SIGTERM on any rank stop every rank at the same batch, with a checkpoint.
+def install_stop_agreement(trainer: Any, save: Callable[[], None], before_batch: Callable[[], None]) -> None:
+    """Make a SIGTERM, or ``trainer.should_stop``, on any rank stop every rank at the same batch.
 
     Lightning broadcasts inside the signal handler, where it can meet any other collective half way, listens to rank 0
     only, and swallows what its per-batch broadcast raises. Here the handler only notes the signal and passes it on to
-    the processes this one launched; instead of the per-batch broadcast, each batch starts with one all-reduce of the
-    notes. When a rank was told to stop, all of them run ``save`` before the next batch that would start an optimizer
-    step, and raise ``SIGTERMException`` as usual.
+    the processes this one launched; instead of the per-batch broadcast, each batch ends with one all-reduce of the
+    notes, before the loop looks whether it is done. When a rank was told to stop, all of them run ``save`` before the
+    next batch that would start an optimizer step, and raise ``SIGTERMException`` as usual. ``should_stop``, which a
+    callback may have set on one rank only, comes out the same on all.
 
     Args:
         save: writes the checkpoint.
@@ -91,6 +92,7 @@ def install_sigterm_agreement(trainer: Any, save: Callable[[], None], before_bat
     epoch_loop = trainer.fit_loop.epoch_loop
     stop = import_module(f"{trainer_package_of(trainer)}.utilities.exceptions").SIGTERMException
     told = {"stop": False}
+    agreed = {"stop": False}
 
     def note(signum: int, _: FrameType | None) -> None:
         launcher = trainer.strategy.launcher
@@ -99,19 +101,24 @@ def install_sigterm_agreement(trainer: Any, save: Callable[[], None], before_bat
         told["stop"] = True
 
     def advance(data_fetcher: Any) -> None:
-        flag = torch.tensor([int(told["stop"])], device=trainer.strategy.root_device)
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if flag.item() and epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0:
+        if agreed["stop"] and epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches == 0:
             save()
             connector.received_sigterm = True
             raise stop
         before_batch()
         type(epoch_loop).advance(epoch_loop, data_fetcher)
 
+    def on_advance_end(data_fetcher: Any) -> None:
+        type(epoch_loop).on_advance_end(epoch_loop, data_fetcher)
+        flags = torch.tensor([int(told["stop"]), int(trainer.should_stop)], device=trainer.strategy.root_device)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        agreed["stop"], trainer.should_stop = (bool(flag) for flag in flags.tolist())
+
     connector._sigterm_notifier_fn = note
     epoch_loop._broadcast_sigterm_tensor = _nothing
     epoch_loop.advance = advance
+    epoch_loop.on_advance_end = on_advance_end
 
 
 def _nothing() -> None:

@@ -187,6 +187,7 @@ class PeerWatch:
                 self._ring([self.rank])
                 self._listener.join(_SLACK_S)
                 self._talk.set(f"goodbye/{self.rank}", "")  # last: the host may take the store away from now on
+        self._listener.join(_STORE_GONE_PAUSE_S)  # also where the store went half way through: see above
 
     # -- failure --
 

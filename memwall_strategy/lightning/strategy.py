@@ -24,7 +24,7 @@ from memwall_strategy.core.errors import ConfigError, MemwallError
 from memwall_strategy.engine.lightning_bridge import (
     ModelParallelSeams,
     choose_precision_by_strategy,
-    install_sigterm_agreement,
+    install_stop_agreement,
     mark_training_data,
     materialize,
     trainer_package,
@@ -112,7 +112,7 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
             mark_training_data(trainer, self._mark_training_data)  # configure_optimizers may ask for the data's length
             self.setup_optimizers(trainer)
             self.runtime.add_optimizers(self.optimizers)
-            install_sigterm_agreement(trainer, lambda: self.save_on_sigterm(trainer), self.restore_rng_once)
+            install_stop_agreement(trainer, lambda: self.save_on_sigterm(trainer), self.restore_rng_once)
         self.setup_precision_plugin()
         self.start_checkpoints()
 

@@ -28,6 +28,7 @@ from memwall_strategy.core.lane import Lane, Span
 from memwall_strategy.core.pillar import Pillar
 from memwall_strategy.core.unit import Unit
 from memwall_strategy.engine.clip import clip_grad_norm, clip_grad_value
+from memwall_strategy.engine.fresh import keep_fresh
 from memwall_strategy.engine.fsdp import fsdp_roots
 from memwall_strategy.engine.inference import gather_outside_inference_mode
 from memwall_strategy.engine.lanes import FsdpLanes
@@ -100,7 +101,9 @@ class Runtime:
         if self.config.pool.enabled:
             self.budget_bytes = device_budget_bytes(self.config, self.device)
         self.recomputes_itself = recomputes_itself(model)
-        if not is_sharded(model):
+        if is_sharded(model):
+            keep_fresh(model)
+        else:
             shard_model(model, self.mesh, precision=self.precision, unit_classes=self.config.unit_classes, split=split)
         self.model = model
         self.units = describe_units(model)

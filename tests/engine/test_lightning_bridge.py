@@ -24,7 +24,7 @@ from memwall_strategy.engine.lightning_bridge import (
     ModelParallelSeams,
     PrecisionSeams,
     choose_precision_by_strategy,
-    install_sigterm_agreement,
+    install_stop_agreement,
     mark_training_data,
     optimizer_handles_unscaling,
     trainer_package,
@@ -218,7 +218,7 @@ def test_sigterm_stops_before_the_next_optimizer_step_starts(namespace, accumula
             os.kill(os.getpid(), signal.SIGTERM)
 
     module.at_step = terminate
-    install_sigterm_agreement(trainer, lambda: seen.append(("save", *module.steps)), lambda: seen.append("batch"))
+    install_stop_agreement(trainer, lambda: seen.append(("save", *module.steps)), lambda: seen.append("batch"))
     with pytest.raises(load(namespace, "utilities.exceptions", "SIGTERMException")):
         trainer.fit(module)
     assert module.steps == list(range(stops_after))
@@ -231,7 +231,7 @@ def test_sigterm_stops_before_the_next_optimizer_step_starts(namespace, accumula
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_without_sigterm_nothing_changes(namespace):
     trainer, module, seen = trainer_of(namespace), module_of(namespace), []
-    install_sigterm_agreement(trainer, lambda: seen.append("save"), lambda: seen.append("batch"))
+    install_stop_agreement(trainer, lambda: seen.append("save"), lambda: seen.append("batch"))
     trainer.fit(module)
     assert seen == ["batch"] * 4
     assert trainer.global_step == 4

@@ -1,4 +1,4 @@
-"""What one rank's failure does to the others: a named error within seconds, never a hang; SIGTERM stops all alike."""
+"""What one rank's failure does to the others: a named error within seconds, never a hang; SIGTERM and should_stop stop all alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def fit_until(rank: int, world: int, what: str, at: int = 3, batches: int = 40, 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == at:
                 happened_s.append(time.monotonic())
-                if rank == 1:
+                if rank == 1 and what == "should_stop":
+                    self.trainer.should_stop = True
+                elif rank == 1:
                     act(what)
             loss = super().training_step(batch, batch_idx)
             return Late.apply(loss) if what == "backward" and rank == 1 and batch_idx == at else loss
@@ -106,3 +108,9 @@ def test_sigterm_stops_all_ranks_at_one_batch(accumulate: int, tmp_path: Path) -
     batches = {r["batches"] for r in results}
     assert batches == {6 if accumulate == 1 else 8}, results
     assert {r["steps"] for r in results} == {6 if accumulate == 1 else 2}
+
+
+def test_should_stop_on_one_rank_stops_all_after_the_same_batch() -> None:
+    """A callback that decides from what its own rank sees must not leave the others in a collective."""
+    results = run_ranks(fit_until, 2, timeout_s=100, env=ELASTIC, what="should_stop")
+    assert [(r["type"], r["batches"], r["steps"]) for r in results] == [("NoneType", 4, 4)] * 2, results

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -173,3 +174,27 @@ def test_configure_model_without_sharding_is_sharded(here: Here) -> None:
     make_trainer(2).fit(module, make_loader("gpt", 5 * 4, 2, rank=here.rank, world=2))
     assert isinstance(module.net.blocks[1], FSDPModule)
     assert_close(mean_over_ranks(module.losses), train_plain(make_net("gpt"), "gpt", steps=5, micro=4))
+
+
+@on_ranks(2)
+def test_an_edit_after_validation_is_seen_by_the_next_step(here: Here) -> None:
+    """What the user's root keeps gathered after an evaluation is dropped, as for modules that memwall shards."""
+
+    class Halve(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.held = list(module.parameters())
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            if not trainer.sanity_checking:
+                for parameter in self.held:
+                    parameter.data.mul_(0.5)
+
+    losses = []
+    for kind in (Sharded, module_class("lightning")):
+        module = kind(make_net("gpt"))
+        trainer = make_trainer(2, callbacks=[Halve()], val_check_interval=2)
+        loaders = [make_loader("gpt", n, 2, rank=here.rank, world=2) for n in (16, 4)]
+        trainer.fit(module, *loaders)
+        losses.append(module.losses)
+    assert len(losses[0]) == 4
+    assert_close(losses[0], losses[1])
