@@ -1,1 +1,1 @@
-"""The Hydra groups of ``memwall-train``; a package, so that ``pkg://memwall_strategy.conf`` finds them once installed."""
+"""The Hydra groups of ``memwall-train``, as a package: ``pkg://memwall_strategy.conf`` finds them once installed."""

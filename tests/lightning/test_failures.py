@@ -1,4 +1,4 @@
-"""What one rank's failure does to the others: a named error within seconds, never a hang; SIGTERM and should_stop stop all alike."""
+"""One rank's failure, as others see it: a named error in seconds, no hang; SIGTERM and should_stop stop all alike."""
 
 from __future__ import annotations
 
