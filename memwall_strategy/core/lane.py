@@ -60,8 +60,12 @@ class Transfer:
         """Whether the transfer ended, well or not. Never blocks."""
         return self._event.is_set()
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None, *, exposed: bool = True) -> None:
         """Block until the transfer ended; the blocked time counts as exposed.
+
+        Args:
+            timeout_s: longest wait; the lane's where None.
+            exposed: False where another lane waits, and not a thread that has work to do.
 
         Raises:
             MemwallError: what the transfer raised (a ``TransferError`` where it was not memwall's own error), or
@@ -71,7 +75,8 @@ class Transfer:
             limit = self._lane.timeout_s if timeout_s is None else timeout_s
             start = time.perf_counter()
             ended = self._event.wait(limit)
-            self._lane._add_exposed(time.perf_counter() - start)
+            if exposed:
+                self._lane._add_exposed(time.perf_counter() - start)
             if not ended:
                 raise TransferError(
                     f"{self} did not end within {limit:.0f} s. A peer may hang: look at the other ranks' output, "

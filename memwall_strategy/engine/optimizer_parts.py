@@ -1,0 +1,257 @@
+"""One torch optimizer, stepped a few parameters at a time, and what its state looks like before it exists.
+
+An optimizer that treats each parameter by itself gives the same bits whether ``step`` sees all parameters or one group
+of them after the other. ``probe`` finds out whether a given optimizer does, with its own options, on tiny tensors; and
+which of its state tensors have the parameter's shape. The optimizer itself, its parameters and its state stay as they
+are.
+
+Relies on private facts of ``torch.optim.Optimizer``: ``_patch_step_function`` wraps ``step`` once per class by
+``profile_hook_step``, which sets ``hooked`` and keeps the original as ``__wrapped__``; hooks live in the attributes of
+``_HOOKS``. ``tests/engine/test_optimizer_parts.py`` fails when they change.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.engine.fsdp import local_tensor
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+_PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AssertionError, AttributeError, KeyError, IndexError)
+"""What an optimizer may raise on the probe's tensors: no closure, dense gradients, a parameter it does not know."""
+
+_PROBE_DIMS = (6, 4, 3, 5, 2)
+"""Sizes of the probe's tensors along each dim; different ones, so that a factored state is not taken for a full one."""
+
+_PROBE_STEPS = 3
+"""Enough for what starts at a first step, or looks at the one before."""
+
+_PROBED_PER_GROUP = 4
+"""Parameters of one param group in the probe; at least two, so that they can be told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterKind:
+    """What the layout of a parameter's state depends on."""
+
+    group: int
+    dims: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What ``probe`` found.
+
+    Attributes:
+        alone: parameters can be stepped one after the other with the same result.
+        reason: why not, in words; empty where they can.
+        like: kind of parameter -> state key -> dtype of the state tensors that have the parameter's shape.
+    """
+
+    alone: bool
+    reason: str
+    like: dict[ParameterKind, dict[str, torch.dtype]]
+
+
+def kind_of(parameter: torch.Tensor, group: int) -> ParameterKind:
+    """The kind of a parameter in param group ``group``."""
+    return ParameterKind(group, parameter.dim(), parameter.dtype)
+
+
+def bare_step(optimizer: Optimizer, kind: type[Optimizer] | None = None) -> Callable[[], Any]:
+    """``step`` of the optimizer's class, or of ``kind``, without hooks and profiling, bound to it."""
+    step = (kind or type(optimizer)).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step.__get__(optimizer)
+
+
+def follow_class(optimizer: Optimizer) -> None:
+    """After ``optimizer`` was given another class: let ``optimizer.step`` be that class's, hooks and profiling included.
+
+    A scheduler that was made before has put a ``step`` on the instance, which calls the former class's; it is made
+    anew. Relies on ``LRScheduler`` marking it with ``_wrapped_by_lr_sched`` and reading ``_opt_called``.
+
+    Raises:
+        ConfigError: somebody else replaced ``optimizer.step``.
+    """
+    optimizer._patch_step_function()
+    before = vars(optimizer).pop("step", None)
+    if before is None:
+        return
+    if not hasattr(before, "_wrapped_by_lr_sched"):
+        optimizer.step = before
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step was replaced on the object by {before!r}, so that it cannot be paged. "
+            "Subclass the optimizer instead, or set pool.enabled=false."
+        )
+    this = weakref.ref(optimizer)
+
+    @functools.wraps(before)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = this()
+        optimizer._opt_called = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True
+    optimizer.step = step
+
+
+@contextmanager
+def only(optimizer: Optimizer, chosen: Collection[torch.Tensor]) -> Iterator[None]:
+    """Inside, the optimizer's param groups hold no parameter but those of ``chosen`` (compared by identity)."""
+    ids = {id(parameter) for parameter in chosen}
+    groups = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    for group, params in zip(groups, whole, strict=True):
+        group["params"] = [parameter for parameter in params if id(parameter) in ids]
+    try:
+        yield
+    finally:
+        for group, params in zip(groups, whole, strict=True):
+            group["params"] = params
+
+
+def probe(optimizer: Optimizer) -> Parts:
+    """Find out whether an optimizer can be stepped in parts, and which state it will keep."""
+    chosen = _chosen(optimizer)
+    if not chosen:
+        return Parts(True, "", {})
+    name = type(optimizer).__name__
+    whole, apart = _Twin(optimizer, chosen), _Twin(optimizer, chosen)
+    try:
+        with torch.random.fork_rng(devices=[]):  # stochastic rounding must not move the run's random numbers
+            for step in range(_PROBE_STEPS):
+                whole.give_gradients(step)
+                apart.give_gradients(step)
+                bare_step(whole.optimizer)()
+                for parameter in apart.parameters:
+                    with only(apart.optimizer, [parameter]):
+                        bare_step(apart.optimizer)()
+    except _PROBE_ERRORS as error:
+        text = str(error).splitlines()[0] if str(error) else ""
+        return Parts(False, f"{name} does not step tensors of its own one by one: {type(error).__name__}: {text}", {})
+    if difference := whole.difference(apart):
+        return Parts(False, f"{name} couples its parameters: {difference} differs when they are stepped apart", {})
+    like: dict[ParameterKind, dict[str, torch.dtype]] = {}
+    for kind, parameter in zip(chosen, whole.parameters, strict=True):
+        like[kind] = {
+            key: value.dtype
+            for key, value in whole.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+        }
+    return Parts(True, "", like)
+
+
+def _chosen(optimizer: Optimizer) -> list[ParameterKind]:
+    """A few parameters of each group, every kind among them, the first kinds twice."""
+    chosen: list[ParameterKind] = []
+    for index, group in enumerate(optimizer.param_groups):
+        kinds = list(dict.fromkeys(kind_of(p, index) for p in group["params"]))
+        chosen += kinds + kinds[: max(0, _PROBED_PER_GROUP - len(kinds))] if kinds else []
+    return chosen
+
+
+class _Twin:
+    """An optimizer of the same class and options over tiny parameters."""
+
+    def __init__(self, optimizer: Optimizer, kinds: Iterable[ParameterKind]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._kinds = list(kinds)
+        self.parameters = [
+            torch.nn.Parameter(torch.randn(_PROBE_DIMS[: kind.dims], generator=generator).to(kind.dtype))
+            for kind in self._kinds
+        ]
+        twin = self.optimizer = object.__new__(_plain_class(optimizer))
+        twin.__dict__.update(
+            {key: copy.copy(v) if isinstance(v, (dict, list)) else v for key, v in optimizer.__dict__.items()}
+        )
+        twin.__dict__.pop("step", None)  # a scheduler's counter, bound to the original
+        for name in _HOOKS:
+            setattr(twin, name, OrderedDict())
+        twin.state = defaultdict(dict)
+        twin.param_groups = []
+        for index, group in enumerate(optimizer.param_groups):
+            options = {key: _unshared(value) for key, value in group.items() if key not in ("params", "param_names")}
+            mine = [p for kind, p in zip(self._kinds, self.parameters, strict=True) if kind.group == index]
+            twin.param_groups.append(options | {"params": mine})
+        self._start_as(optimizer)
+
+    def _start_as(self, optimizer: Optimizer) -> None:
+        """State that the constructor makes (Adagrad) must be there before the first step: made by the constructor."""
+        held = [
+            (index, parameter)
+            for index, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if optimizer.state.get(parameter)
+        ]
+        for kind, mine in zip(self._kinds, self.parameters, strict=True):
+            like = next((p for index, p in held if kind_of(p, index) == kind), None)
+            if like is None:
+                continue
+            for key, value in optimizer.state[like].items():
+                if isinstance(value, torch.Tensor):
+                    full = value.shape == like.shape and value.dim() > 0
+                    shape = mine.shape if full else local_tensor(value).shape
+                    value = torch.zeros(shape, dtype=value.dtype)
+                self.optimizer.state[mine][key] = value
+
+    def give_gradients(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step + 1)
+        for parameter in self.parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+    def difference(self, other: _Twin) -> str | None:
+        """What differs in bits, or None."""
+        for kind, mine, its in zip(self._kinds, self.parameters, other.parameters, strict=True):
+            if not torch.equal(mine, its):
+                return f"a weight of group {kind.group}"
+            if not _same(self.optimizer.state.get(mine, {}), other.optimizer.state.get(its, {})):
+                return f"the state of a weight of group {kind.group}"
+        shared = [{k: v for k, v in twin.optimizer.state.items() if isinstance(k, str)} for twin in (self, other)]
+        if not _same(*shared):
+            return "state that belongs to no weight"
+        for index, groups in enumerate(zip(self.optimizer.param_groups, other.optimizer.param_groups, strict=True)):
+            for key in groups[0]:
+                if key != "params" and not _same(groups[0][key], groups[1][key]):
+                    return f"{key!r} of group {index}"
+        return None
+
+
+def _plain_class(optimizer: Optimizer) -> type[Optimizer]:
+    """The optimizer's class without what pooling put before it."""
+    return getattr(type(optimizer), "memwall_plain_class", type(optimizer))
+
+
+def _unshared(value: Any) -> Any:
+    return value.detach().clone().cpu() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)

@@ -1,0 +1,151 @@
+"""Any torch optimizer, with its state paged: the same object, stepped unit by unit.
+
+``pool_optimizer`` does not put a second optimizer around the first. It gives the optimizer a class derived from its
+own, as FSDP2 does with modules, so that whatever holds it goes on working: schedulers, gradient scalers, Lightning's
+and Accelerate's wrappers, ``isinstance``. ``step`` runs the closure once and hooks once, as ever; between, it steps one
+unit after the other with the optimizer's own arithmetic (fused and foreach included), while the state of the next unit
+comes in and that of the last goes out.
+
+An optimizer whose parameters depend on each other (LBFGS) cannot be stepped in parts: ``optimizer_parts.probe`` finds
+that out beforehand, and it is refused by name where its state does not fit, or left as it is where it does.
+
+What it does not do: between the first ``step`` and the next, state that rests on disk shows as tensors without
+elements in ``optimizer.state``; ``state_dict()`` brings it in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memwall_strategy.core.block import Block
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.engine.fsdp import local_tensor
+from memwall_strategy.engine.optimizer_parts import Parts, bare_step, follow_class, kind_of, only
+from memwall_strategy.pool.state_pager import StateField, StatePager, UnitState
+
+
+class PooledOptimizer(Optimizer):
+    """What ``pool_optimizer`` adds to an optimizer's class.
+
+    Attributes:
+        pager: where its state is; ``pager.placement.homes`` says by block.
+        memwall_plain_class: the class that it had before.
+    """
+
+    pager: StatePager
+    memwall_plain_class: type[Optimizer]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Run the closure once, then step unit by unit; parameters without a gradient are left out, as ever."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if sum(len(group["params"]) for group in self.param_groups) != sum(len(u.parameters) for u in self.pager.units):
+            raise ConfigError(
+                f"{self.memwall_plain_class.__name__} was given parameters after it was pooled. Add param groups "
+                "before training starts, or set pool.enabled=false."
+            )
+        step, active = bare_step(self, self.memwall_plain_class), active_units(self.pager.units)
+        for position, index in enumerate(active):
+            self.pager.enter(index, active[position + 1 :])
+            with only(self, self.pager.units[index].parameters):
+                step()
+            self.pager.leave(index)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As ever; what is paged is copied into ordinary memory on the CPU, so that later steps do not change it."""
+        self.pager.rest()
+        packed = super().state_dict()
+        numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        for unit in self.pager.units:
+            for each in unit.fields.values():
+                entry = packed["state"].get(numbers[id(each.parameter)])
+                if entry is not None and each.key in entry and self.pager.is_paged(each.block):
+                    packed["state"][numbers[id(each.parameter)]] = entry | {each.key: self.pager.whole(each)}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ever; what was loaded then goes to where it rests, unit by unit."""
+        self.pager.rest()
+        super().load_state_dict(state_dict)
+        self.pager.adopt()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied or pickled, it comes out as an ordinary optimizer that holds the state itself."""
+        state = self.__getstate__()
+        groups = self.param_groups
+        whole = {p: dict(entries) for p, entries in self.state.items()}
+        for unit in self.pager.units:
+            for each in unit.fields.values():
+                if each.key in whole.get(each.parameter, {}) and self.pager.is_paged(each.block):
+                    whole[each.parameter][each.key] = self.pager.whole(each)
+        return _remake, (self.memwall_plain_class, state | {"state": whole, "param_groups": groups})
+
+    def unpool(self) -> Optimizer:
+        """Back to the class it had, its state ordinary tensors on the parameters' device; returns itself."""
+        self.pager.close(keep=True)
+        self.__class__ = self.memwall_plain_class
+        follow_class(self)
+        del self.pager
+        return self
+
+
+def pool_optimizer(optimizer: Optimizer, pager: StatePager) -> PooledOptimizer:
+    """Let ``optimizer`` page its state through ``pager``, in place; state that it has goes to where it rests."""
+    plain = type(optimizer)
+    optimizer.__class__ = _pooled_class(plain)
+    try:
+        follow_class(optimizer)
+    except BaseException:
+        optimizer.__class__ = plain
+        raise
+    optimizer.pager = pager
+    pager.adopt()
+    return optimizer
+
+
+def active_units(units: Sequence[UnitState]) -> list[int]:
+    """The units that have a gradient to step with, in order."""
+    return [index for index, unit in enumerate(units) if any(p.grad is not None for p in unit.parameters)]
+
+
+def unit_states(
+    optimizer: Optimizer, parts: Parts, unit_of: Callable[[torch.Tensor], tuple[str, str]]
+) -> list[UnitState]:
+    """The optimizer's parameters by unit, with the state that they have or will have.
+
+    Args:
+        parts: what ``probe`` found of this optimizer.
+        unit_of: parameter -> (name of its unit, its own name).
+    """
+    units: dict[str, UnitState] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            unit_name, name = unit_of(parameter)
+            unit = units.setdefault(unit_name, UnitState(unit_name, [], []))
+            unit.parameters.append(parameter)
+            unit.names.append(name)
+            shape = local_tensor(parameter).shape
+            for key, dtype in parts.like.get(kind_of(parameter, index), {}).items():
+                block = Block(unit_name, name, key)
+                unit.fields[block] = StateField(block, parameter, key, dtype, shape)
+    return list(units.values())
+
+
+@cache
+def _pooled_class(plain: type[Optimizer]) -> type[Optimizer]:
+    return type(f"Pooled{plain.__name__}", (PooledOptimizer, plain), {"memwall_plain_class": plain})
+
+
+def _remake(plain: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+    made = object.__new__(plain)
+    made.__setstate__(state)
+    return made
