@@ -110,6 +110,21 @@ class PoolConfig:
     weights, buffers and communication buffers. Set-up fails by name when the model cannot fit; a step that passes
     it stops the run. None: all that is there."""
 
+    host_budget: Size | None = None
+    """Most bytes of host memory that a rank may take for what does not fit on its device. Only what is needed is
+    mapped, once, at set-up. None: what is unused, within the container's limit."""
+
+    disk_budget: Size = 0
+    """Most bytes on disk for what fits neither on device nor host; needs ``disk_path``. The file has no name and is
+    gone with the process."""
+
+    disk_path: str | None = None
+    """A folder on a local disk."""
+
+    optimizer_units: int = 2
+    """Units whose optimizer state may be on the device at a time while it is paged: one steps, the others come and go.
+    More hide slower transfers and take more of ``device_budget``."""
+
     deep_accounting: bool = False
     """Also count the activations that autograd saves (saved-tensor hooks; for planning, costs a few percent)."""
 
@@ -118,6 +133,16 @@ class PoolConfig:
         if self.device_budget is not None:
             # How much there is is not known yet; whatever it is, the value must be a size, or a fraction in (0, 1].
             parse_size(self.device_budget, option="pool.device_budget", available_bytes=_ENDLESS_BYTES)
+        if self.host_budget is not None:
+            parse_size(self.host_budget, option="pool.host_budget", available_bytes=_ENDLESS_BYTES)
+        if parse_size(self.disk_budget, option="pool.disk_budget", available_bytes=_ENDLESS_BYTES) and (
+            self.disk_path is None
+        ):
+            raise ConfigError(
+                f"pool.disk_budget={self.disk_budget!r} says how much, not where. Set pool.disk_path to a folder on a "
+                "local disk."
+            )
+        _check_int(self, "optimizer_units", 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

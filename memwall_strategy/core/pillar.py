@@ -20,6 +20,8 @@ class Pillar(Protocol):
 
     def attach(self, runtime: Runtime) -> None: ...
 
+    def optimizers_ready(self, runtime: Runtime) -> None: ...
+
     def before_step(self, runtime: Runtime) -> None: ...
 
     def after_backward(self, runtime: Runtime) -> None: ...
@@ -45,7 +47,10 @@ class BasePillar:
     name = "base"
 
     def attach(self, runtime: Runtime) -> None:
-        """Called once, when model, optimizer and mesh exist."""
+        """Called once, when model and mesh exist."""
+
+    def optimizers_ready(self, runtime: Runtime) -> None:
+        """Called when ``runtime.optimizers`` exist, and again when they were made anew."""
 
     def before_step(self, runtime: Runtime) -> None:
         """Called before the first micro-batch of an optimizer step."""

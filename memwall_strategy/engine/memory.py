@@ -109,6 +109,10 @@ class MemoryAccount:
         """Book the end of what ``add`` booked."""
         self._book.remove(kind, nbytes)
 
+    def ignore(self, storage: torch.UntypedStorage) -> None:
+        """Never count a storage: it is another tier's memory, or booked with ``add``."""
+        self._book.ignore(storage)
+
     def track(self, tensor: torch.Tensor, kind: str) -> None:
         """Count a tensor's storage until it is freed; a second call with another kind renames it."""
         self._book.track(tensor, kind)

@@ -87,7 +87,7 @@ def bare_step(optimizer: Optimizer, kind: type[Optimizer] | None = None) -> Call
 
 
 def follow_class(optimizer: Optimizer) -> None:
-    """After ``optimizer`` was given another class: let ``optimizer.step`` be that class's, hooks and profiling included.
+    """After ``optimizer`` was given another class: let its ``step`` be that class's, hooks and profiling included.
 
     A scheduler that was made before has put a ``step`` on the instance, which calls the former class's; it is made
     anew. Relies on ``LRScheduler`` marking it with ``_wrapped_by_lr_sched`` and reading ``_opt_called``.

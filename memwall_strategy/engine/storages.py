@@ -54,6 +54,7 @@ class Book:
         self._saved: dict[int, list[int]] = {}
         """Storages that autograd saved: how many holders each has, and its bytes."""
         self._saved_refs: set[_SavedRef] = set()
+        self._ignored: dict[int, torch.UntypedStorage] = {}
         self._freed: deque[weakref.ref] = deque()
         self._phase = Phase.IDLE
         self._peaks: dict[Phase, tuple[int, dict[str, int]]] = {Phase.IDLE: (0, {})}
@@ -107,6 +108,10 @@ class Book:
             for kind, nbytes in sizes.items():
                 self._change(kind, -nbytes)
 
+    def ignore(self, storage: torch.UntypedStorage) -> None:
+        """Never count this storage: another tier's memory, or memory that is booked by number."""
+        self._ignored[id(storage)] = storage  # held, so that its id stays its own
+
     def track(self, tensor: torch.Tensor, kind: str) -> StorageRef | None:
         """Count the tensor's storage until it is freed; under the new kind where it is counted already.
 
@@ -143,7 +148,7 @@ class Book:
         if ref is not None and ref.kind == kind and ref() is storage and ref.nbytes == storage.nbytes():
             return ref
         nbytes = storage.nbytes()
-        if not nbytes or storage.device.type != self._device_type:
+        if not nbytes or storage.device.type != self._device_type or key in self._ignored:
             return None
         with self._lock:
             if self._freed:

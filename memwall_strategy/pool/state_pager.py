@@ -119,7 +119,7 @@ class StatePager:
         units: in the order in which they step.
         placement: from ``place_state`` for these units.
         table, stores: of this rank; every tier of the placement must be open.
-        page_in, page_out: the lanes, shared by all optimizers of the rank.
+        page_in, page_out: the lanes, shared by all optimizers of the rank; None where nothing is paged.
         name: of the optimizer; tells the slots of several apart.
     """
 
@@ -131,8 +131,8 @@ class StatePager:
         *,
         table: AddressTable,
         stores: Mapping[Tier, Store],
-        page_in: Lane,
-        page_out: Lane,
+        page_in: Lane | None,
+        page_out: Lane | None,
         name: str = "optimizer",
     ) -> None:
         self.optimizer, self.units, self.placement = optimizer, list(units), placement
@@ -148,7 +148,7 @@ class StatePager:
         self._booked: set[Block] = set()
         self._entries_seen: dict[torch.nn.Parameter, int] = {}
         self._book_homes()
-        if self._stores[Tier.DEVICE].device.type == "cpu":  # resident only as it is touched; on CUDA, see the module
+        if self._slots and self._stores[Tier.DEVICE].device.type == "cpu":  # resident only as it is touched; on CUDA, see the module
             for slot in self._slots:
                 self._ready(slot)
 

@@ -136,6 +136,10 @@ class Store(ABC):
     def shift(self, arena: str, source: Region, to: int) -> None:
         """Move bytes down within an arena; the two stretches may overlap."""
 
+    def storages(self) -> Iterable[torch.UntypedStorage]:
+        """What torch holds the tier's memory by; nothing where it has no addresses, or torch allocates each block."""
+        return ()
+
     @abstractmethod
     def close(self) -> None:
         """Give memory and files back and close the tier in the table; every block must have left it. Idempotent.
@@ -159,6 +163,9 @@ class MemoryStore(Store):
         if placement.bytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._device(placement))
         return self._arenas[placement.arena][placement.offset : placement.offset + placement.bytes]
+
+    def storages(self) -> Iterable[torch.UntypedStorage]:
+        return [memory.untyped_storage() for memory in self._arenas.values()]
 
     def view(self, placement: Placement, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         if math.prod(shape) * dtype.itemsize != placement.bytes:

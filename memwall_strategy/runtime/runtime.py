@@ -33,10 +33,12 @@ from memwall_strategy.engine.fsdp import fsdp_roots
 from memwall_strategy.engine.inference import gather_outside_inference_mode
 from memwall_strategy.engine.lanes import FsdpLanes
 from memwall_strategy.engine.memory import MemoryAccount, available_device_bytes
-from memwall_strategy.engine.precision import canonical_precision, compute_dtype
+from memwall_strategy.engine.precision import canonical_precision, compute_dtype, mixed_precision_policy
 from memwall_strategy.engine.reset import reset_aborted_step
 from memwall_strategy.engine.sharding import describe_units, is_sharded, set_prefetch, shard_model
-from memwall_strategy.engine.units import recomputes_itself
+from memwall_strategy.engine.units import plan_sharding, recomputes_itself
+from memwall_strategy.planner import ModelSpec
+from memwall_strategy.pool.pillar import PoolPillar
 from memwall_strategy.runtime.meter import StepMeter
 
 
@@ -52,7 +54,9 @@ class Runtime:
     Attributes:
         model: the sharded model, after ``setup``.
         optimizers: after ``add_optimizers``.
+        model_spec: the model as the planner sees it; None where its owner sharded it.
         units: what was sharded.
+        pool: the pool's pillar, with its address table ``pool.table``; None with ``pool.enabled=false``.
         lanes: name -> Lane; empty where communication is the engine's own.
         memory: the account of live bytes; None with ``pool.enabled=false``.
         kind_peaks: phase -> kind -> most bytes held in any step that ended; activations in deep mode only.
@@ -71,11 +75,13 @@ class Runtime:
         self.config = config
         self.mesh = mesh
         self.precision = canonical_precision(precision)
-        self.pillars: list[Pillar] = list(pillars)
+        self.pool = PoolPillar(config.pool) if config.pool.enabled else None
+        self.pillars: list[Pillar] = [*([self.pool] if self.pool is not None else []), *pillars]
         self.device = torch.device(
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
         )
         self.model: nn.Module | None = None
+        self.model_spec: ModelSpec | None = None
         self.optimizers: list[Optimizer] = []
         self.units: tuple[Unit, ...] = ()
         self.memory: MemoryAccount | None = None
@@ -104,6 +110,7 @@ class Runtime:
         if is_sharded(model):
             keep_fresh(model)
         else:
+            self.model_spec = self._look_at(model, split)
             shard_model(model, self.mesh, precision=self.precision, unit_classes=self.config.unit_classes, split=split)
         self.model = model
         self.units = describe_units(model)
@@ -118,6 +125,11 @@ class Runtime:
         for pillar in self.pillars:
             pillar.attach(self)
         return model
+
+    def _look_at(self, model: nn.Module, split: bool) -> ModelSpec:
+        low = mixed_precision_policy(self.precision).param_dtype is not None
+        plan = plan_sharding(model, unit_classes=self.config.unit_classes, split=split, low_precision=low)
+        return ModelSpec.from_module(model, [name for name, _ in plan.units])
 
     def _start_overlap(self) -> None:
         overlap = self.config.overlap
@@ -157,6 +169,8 @@ class Runtime:
                 )
         if self.memory is not None:
             self.memory.attach(self.model, self.optimizers)
+        for pillar in self.pillars:
+            pillar.optimizers_ready(self)
 
     @property
     def lanes(self) -> dict[str, Lane]:

@@ -1,0 +1,301 @@
+"""The pool as a pillar: what the optimizers' state needs, where it rests, and what paging it costs.
+
+With no ``device_budget`` everything rests on the device and the pool only keeps the books. With one, the state gets
+what the budget leaves beside the step's own peak (weights, gradients, what is gathered and reduced), which the planner
+knows before the first step; the rest of it goes to the host and then to disk, and is paged unit by unit.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim import Optimizer
+
+from memwall_strategy.config import PoolConfig, format_size, parse_size
+from memwall_strategy.core.block import Block, Kind, Tier
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.core.pillar import BasePillar
+from memwall_strategy.engine.capacity import available_device_bytes
+from memwall_strategy.engine.optimizer_parts import Parts, probe
+from memwall_strategy.planner import Budgets, ClusterSpec, OptimizerSpec, plan
+from memwall_strategy.pool.arena import PAGE_BYTES, Arena, BookedArena, aligned
+from memwall_strategy.pool.device import ENGINE, DeviceStore
+from memwall_strategy.pool.disk import CHUNK_BYTES, WORKERS, DiskStore
+from memwall_strategy.pool.host import HostStore
+from memwall_strategy.pool.pool import Pool
+from memwall_strategy.pool.pooled_optimizer import PooledOptimizer, pool_optimizer, unit_states
+from memwall_strategy.pool.probe import unused_memory_bytes
+from memwall_strategy.pool.state_pager import StatePager, UnitState
+from memwall_strategy.pool.state_placement import Room, StatePlacement, place_state
+from memwall_strategy.pool.store import Store
+from memwall_strategy.pool.table import AddressTable
+
+if TYPE_CHECKING:
+    from memwall_strategy.runtime.runtime import Runtime
+
+BESIDE = Block("engine", "weights, gradients, gathered and in flight", "step peak")
+"""What a step needs on the device beside the optimizer's state, as planned; booked for as long as the pool pages."""
+
+_STATE_KINDS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.OPTIMIZER)
+_SMALL_STATE_BYTES = 64
+"""Room for each parameter's step counter and the like, which is never paged."""
+
+
+class PoolPillar(BasePillar):
+    """Places and pages the state of the run's optimizers.
+
+    Args:
+        config: the pool's options.
+
+    Attributes:
+        table: every pooled block of this rank and where it is.
+        pagers: one for each optimizer whose state is booked or paged.
+    """
+
+    name = "pool"
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.table = AddressTable()
+        self.pagers: list[StatePager] = []
+        self._pool: Pool | None = None
+        self._optimizers: list[Optimizer] = []
+        self._entries = 0
+        self._figures: dict[str, float] = {}
+        self._budget_bytes: int | None = None
+
+    @property
+    def stores(self) -> dict[Tier, Store]:
+        """The open tiers' stores; none where nothing is paged."""
+        return self._pool.stores if self._pool is not None else {}
+
+    # -- set-up --
+
+    def attach(self, runtime: Runtime) -> None:
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        self.table = AddressTable(rank)
+
+    def optimizers_ready(self, runtime: Runtime) -> None:
+        """Place the state of ``runtime.optimizers``, and page what does not fit.
+
+        Raises:
+            ConfigError: it does not fit anywhere; says what is missing and which option helps.
+        """
+        self._release(keep=True)
+        self.table = AddressTable(self.table.rank)
+        self._optimizers = list(runtime.optimizers)
+        parts = [probe(optimizer) for optimizer in self._optimizers]
+        names = _unit_of(runtime)
+        units = [unit_states(o, p, names) for o, p in zip(self._optimizers, parts, strict=True)]
+        pageable = [list(each) if p.alone else [] for each, p in zip(units, parts, strict=True)]
+        placement, beside_bytes = self._place(runtime, pageable, units, parts)
+        if placement.slots == 0:
+            self.table.open_tier(Tier.DEVICE, self._budget_bytes or available_device_bytes(runtime.device))
+            self.table.add_arena(Tier.DEVICE, ENGINE, BookedArena())
+            pool = None
+        else:
+            pool = self._pool = self._open(runtime, placement, pageable, beside_bytes)
+        for index, (optimizer, its_units) in enumerate(zip(self._optimizers, units, strict=True)):
+            homes = {b: placement.homes.get(b, Tier.DEVICE) for unit in its_units for b in unit.fields}
+            pages = any(home is not Tier.DEVICE for home in homes.values())
+            its = StatePlacement(homes, placement.slots if pages else 0, placement.slot_bytes)
+            lanes = (pool.page_in, pool.page_out) if pool else (None, None)
+            pager = StatePager(
+                optimizer, its_units, its, table=self.table, stores=self.stores,
+                page_in=lanes[0], page_out=lanes[1], name=f"optimizer {index}",
+            )  # fmt: skip
+            self.pagers.append(pager)
+            if pages:
+                pool_optimizer(optimizer, pager)
+        if pool is not None and runtime.memory is not None:
+            for store in self.stores.values():
+                for storage in store.storages():
+                    runtime.memory.ignore(storage)
+            runtime.memory.add(Kind.STAGING, self.table.balance(Tier.DEVICE, kind=Kind.STAGING).bytes)
+
+    def _place(
+        self,
+        runtime: Runtime,
+        pageable: Sequence[Sequence[UnitState]],
+        units: Sequence[Sequence[UnitState]],
+        parts: Sequence[Parts],
+    ) -> tuple[StatePlacement, int]:
+        """Where every block rests, and the device bytes that the step needs beside the state."""
+        flat = [unit.sizes() for each in pageable for unit in each]
+        everything = StatePlacement({b: Tier.DEVICE for unit in flat for b in unit})
+        self._budget_bytes = runtime.budget_bytes
+        if self._budget_bytes is None:
+            return everything, 0
+        beside_bytes = bytes_beside_state(runtime)
+        whole = [p.reason for p in parts if not p.alone]
+        fixed = sum(_SMALL_STATE_BYTES * len(unit.parameters) for each in units for unit in each)
+        device_bytes = self._budget_bytes - beside_bytes
+        needed = sum(sum(unit.values()) for unit in flat)
+        if needed + fixed > device_bytes and whole:
+            raise ConfigError(
+                f"pool.device_budget={format_size(self._budget_bytes)} leaves {format_size(max(0, device_bytes))} for "
+                f"optimizer state, which has to be paged, but {whole[0]}. Raise the budget, or use an optimizer that "
+                "steps each parameter by itself, such as AdamW."
+            )
+        paging = sum(1 for each in pageable if each)
+        room = Room(device_bytes, self._host_bytes(), self._disk_bytes(), fixed)
+        return place_state(flat, room, slots=self.config.optimizer_units * max(1, paging)), beside_bytes
+
+    def _host_bytes(self) -> int:
+        unused = unused_memory_bytes()
+        budget = self.config.host_budget
+        return unused if budget is None else parse_size(budget, option="pool.host_budget", available_bytes=unused)
+
+    def _disk_bytes(self) -> int:
+        return parse_size(self.config.disk_budget, option="pool.disk_budget", available_bytes=2**62)
+
+    def _open(
+        self, runtime: Runtime, placement: StatePlacement, pageable: Sequence[Sequence[UnitState]], beside_bytes: int
+    ) -> Pool:
+        """Open the tiers, each as large as what rests there."""
+        groups = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
+        for unit in (unit for each in pageable for unit in each):
+            for tier in groups:
+                sizes = [size for block, size in unit.sizes().items() if placement.homes[block] is tier]
+                groups[tier] += _group_bytes(sizes)
+        timeout_s = runtime.config.timeout_s
+        stores: list[Store] = [DeviceStore(self.table, self._budget_bytes, device=runtime.device)]
+        try:
+            self.table.book(BESIDE, beside_bytes, Tier.DEVICE, 0, arena=ENGINE)
+            staging = (WORKERS + 1) * CHUNK_BYTES if groups[Tier.DISK] else 0
+            if groups[Tier.HOST] + staging:
+                stores.append(HostStore(self.table, _pages(groups[Tier.HOST]) + staging, device=runtime.device))
+            if groups[Tier.DISK]:
+                stores.append(DiskStore(self.table, _pages(groups[Tier.DISK]), self._folder(), host=stores[1]))
+        except BaseException:
+            self.table.drop(BESIDE)
+            for store in reversed(stores):
+                store.close()
+            raise
+        return Pool(self.table, stores, timeout_s=timeout_s, record_spans=runtime.config.overlap.trace)
+
+    def _folder(self) -> Path:
+        if self.config.disk_path is None:
+            raise ConfigError("pool.disk_budget is set, but not where: set pool.disk_path to a folder on a local disk.")
+        return Path(self.config.disk_path)
+
+    # -- a step --
+
+    def before_step(self, runtime: Runtime) -> None:
+        """The first units' state comes in while the forward runs."""
+        if self._pool is not None:
+            self._pool.page_in.take_stats()
+            self._pool.page_out.take_stats()
+            for pager in self.pagers:
+                if pager.placement.slots:
+                    pager.prefetch(range(len(pager.units)))
+
+    def after_step(self, runtime: Runtime) -> None:
+        entries = sum(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
+        if entries != self._entries:  # an optimizer that is not paged made state: book it
+            self._entries = entries
+            for pager in self.pagers:
+                if not pager.placement.slots:
+                    pager.adopt()
+        self._figures = self._measure()
+
+    def _measure(self) -> dict[str, float]:
+        figures = {
+            f"memwall/pool/{tier}_bytes": float(self.table.used_bytes(tier))
+            for tier in (Tier.HOST, Tier.DISK)
+            if (tier, self.table.rank) in self.table.tiers()
+        }
+        if self._pool is None:
+            return figures
+        page_in, page_out = self._pool.page_in.take_stats(), self._pool.page_out.take_stats()
+        figures["memwall/pool/page_in_s"] = page_in.busy_s
+        figures["memwall/pool/page_out_s"] = page_out.busy_s
+        figures["memwall/pool/exposed_s"] = page_in.exposed_s + page_out.exposed_s
+        if times := sorted(each.seconds for pager in self.pagers for each in pager.history):
+            middle = statistics.median(times)
+            figures["memwall/pool/access_p50_s"] = middle
+            figures["memwall/pool/access_jitter"] = (times[int(0.95 * (len(times) - 1))] - middle) / middle
+        return figures
+
+    def on_failure(self, runtime: Runtime, error: BaseException) -> None:
+        if self._pool is not None:
+            self._pool.reset()
+            for pager in self.pagers:
+                pager.forget()
+
+    def metrics(self) -> dict[str, float]:
+        return dict(self._figures)
+
+    # -- the end --
+
+    def close(self) -> None:
+        self._release(keep=True)
+
+    def _release(self, *, keep: bool) -> None:
+        """Give the tiers back; the state becomes ordinary tensors where there is memory for it."""
+        for pager in self.pagers:
+            if isinstance(pager.optimizer, PooledOptimizer) and keep:
+                pager.optimizer.unpool()
+            else:
+                pager.close(keep=keep)
+        self.pagers, self._optimizers = [], []
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def bytes_beside_state(runtime: Runtime) -> int:
+    """Most device bytes that a step needs beside the optimizer's state, on this rank, as planned.
+
+    Raises:
+        ConfigError: the model came sharded, so that the plan does not know it.
+    """
+    spec = runtime.model_spec
+    if spec is None:
+        raise ConfigError(
+            "pool.device_budget pages optimizer state by a plan of the model, and this model came sharded by its own "
+            "configure_model. Let memwall shard it, or leave pool.device_budget out."
+        )
+    overlap, mesh = runtime.config.overlap, runtime.mesh
+    lanes = overlap.enabled and overlap.lanes and runtime.device.type == "cpu"
+    explicit = overlap.enabled and (lanes or overlap.prefetch > 1)
+    made = plan(
+        spec,
+        ClusterSpec(world=mesh.size(), replicate=runtime.config.replicate),
+        Budgets(),
+        optimizer=OptimizerSpec("none"),
+        precision=runtime.precision,
+        accumulate=2,  # gradients of an earlier micro-batch are there too
+        accumulate_how=runtime.config.accumulate,
+        prefetch=overlap.prefetch if explicit else 0,
+        reduce_buffers=overlap.reduce_buffers if overlap.enabled else 1,
+        lanes=lanes,
+        rank=0,
+    )
+    return made.peak_bytes
+
+
+def _unit_of(runtime: Runtime) -> Callable[[torch.Tensor], tuple[str, str]]:
+    """Parameter -> (its unit, its name); what no unit holds steps with the root."""
+    unit_of = {name: unit.name for unit in runtime.units for name in unit.parameters}
+    names = {id(parameter): name for name, parameter in runtime.model.named_parameters()}
+
+    def find(parameter: torch.Tensor) -> tuple[str, str]:
+        name = names.get(id(parameter), f"parameter {id(parameter):#x}")
+        return unit_of.get(name, "root"), name
+
+    return find
+
+
+def _group_bytes(sizes: Sequence[int]) -> int:
+    """What an arena holds for blocks that lie together: large ones on pages, small ones behind them."""
+    rule = Arena(0)
+    return aligned(sum(rule.held(size) for size in sizes), PAGE_BYTES)
+
+
+def _pages(nbytes: int) -> int:
+    return aligned(nbytes, PAGE_BYTES)
