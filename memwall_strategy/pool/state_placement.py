@@ -73,7 +73,7 @@ def place_state(units: Sequence[Mapping[Block, int]], room: Room, *, slots: int)
         raise ConfigError(f"pool.optimizer_units={slots} must be at least 2: one steps while the next is paged in.")
     sizes = {block: size for unit in units for block, size in unit.items()}
     device_bytes = room.device_bytes - room.fixed_bytes
-    if sum(aligned(size, GRANULE_BYTES) for size in sizes.values()) <= device_bytes:
+    if not sizes or sum(aligned(size, GRANULE_BYTES) for size in sizes.values()) <= device_bytes:
         return StatePlacement(dict.fromkeys(sizes, Tier.DEVICE))
 
     order = _spread(units)

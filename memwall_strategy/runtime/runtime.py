@@ -353,7 +353,7 @@ class Runtime:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold besides model, optimizers and data."""
-        return {"steps": self.steps, "pillars": {p.name: p.state_dict() for p in self.pillars}}
+        return {"steps": self.steps, "pillars": {p.name: state for p in self.pillars if (state := p.state_dict())}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what ``state_dict`` returned; pillars that were not there then start fresh."""
