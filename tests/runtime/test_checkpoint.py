@@ -255,6 +255,7 @@ def fail_and_recover(base: Path, rank: int, mesh) -> dict[str, object]:
     with disk_full_on(1, rank):
         seen["full disk"] = error_of(lambda: checkpointer.save(base / "c", {"step": 2}, 2))
     seen["left"] = sorted(entry.name for entry in base.iterdir())
+    torch.distributed.barrier()  # the next save makes its folder
 
     model.extra = nn.Parameter(torch.zeros(2)) if rank == 1 else None
     seen["other names"] = error_of(lambda: checkpointer.save(base / "c", {"step": 2}, 2))
