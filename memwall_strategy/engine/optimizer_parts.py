@@ -182,7 +182,7 @@ class _Twin:
             torch.nn.Parameter(torch.randn(_PROBE_DIMS[: kind.dims], generator=generator).to(kind.dtype))
             for kind in self._kinds
         ]
-        twin = self.optimizer = object.__new__(_plain_class(optimizer))
+        twin = self.optimizer = object.__new__(plain_class(optimizer))
         twin.__dict__.update(
             {key: copy.copy(v) if isinstance(v, (dict, list)) else v for key, v in optimizer.__dict__.items()}
         )
@@ -238,8 +238,8 @@ class _Twin:
         return None
 
 
-def _plain_class(optimizer: Optimizer) -> type[Optimizer]:
-    """The optimizer's class without what pooling put before it."""
+def plain_class(optimizer: Optimizer) -> type[Optimizer]:
+    """The optimizer's class, without what pooling put before it."""
     return getattr(type(optimizer), "memwall_plain_class", type(optimizer))
 
 

@@ -16,7 +16,7 @@ elements in ``optimizer.state``; ``state_dict()`` brings it in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -76,6 +76,27 @@ class PooledOptimizer(Optimizer):
         """As ever; what was loaded then goes to where it rests, unit by unit."""
         self.pager.rest()
         super().load_state_dict(state_dict)
+        self.pager.adopt()
+
+    # -- for checkpoints, see engine.checkpoint.paged --
+
+    def settle_state(self) -> None:
+        """Wait until nothing is on its way; every state tensor then shows where it rests."""
+        self.pager.rest()
+
+    def fetch_state(self, parameter: torch.Tensor, key: str) -> Callable[[], torch.Tensor] | None:
+        """How to get a copy of a state tensor that is not in memory; None where it is."""
+        each = self.pager.field_of(parameter, key)
+        if each is None or not self.pager.is_paged(each.block) or local_tensor(self.state[parameter][key]).numel():
+            return None
+        return partial(self.pager.whole, each)
+
+    def state_parts(self) -> list[list[torch.Tensor]]:
+        """The parameters of each unit."""
+        return [list(unit.parameters) for unit in self.pager.units]
+
+    def adopt_state(self) -> None:
+        """Send what was put into ``state`` to where it rests."""
         self.pager.adopt()
 
     def __reduce__(self) -> tuple[Any, ...]:

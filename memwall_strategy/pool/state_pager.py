@@ -145,6 +145,7 @@ class StatePager:
         ]
         self._slots = [_Slot(Block(SLOT_UNIT, f"{name}.slot{i}", Kind.STAGING)) for i in range(placement.slots)]
         self._nothing = torch.empty(0)
+        self._fields = {(id(f.parameter), f.key): f for unit in self.units for f in unit.fields.values()}
         self._booked: set[Block] = set()
         self._entries_seen: dict[torch.nn.Parameter, int] = {}
         self._book_homes()
@@ -232,6 +233,10 @@ class StatePager:
         else:
             self._stores[placement.tier].read([(placement, out)])
         return out
+
+    def field_of(self, parameter: torch.Tensor, key: str) -> StateField | None:
+        """The field that a state tensor is; None for what is never paged."""
+        return self._fields.get((id(parameter), key))
 
     def whole(self, each: StateField) -> torch.Tensor:
         """A copy of a state tensor on the CPU: a DTensor where the state is one."""

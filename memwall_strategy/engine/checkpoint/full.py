@@ -24,6 +24,7 @@ from memwall_strategy.engine.checkpoint.folder import Partial
 from memwall_strategy.engine.checkpoint.load import Source, load_payload
 from memwall_strategy.engine.checkpoint.model import collect_model, model_key, names_in
 from memwall_strategy.engine.checkpoint.optimizer import NOT_OPTIONS, decode, encode_saved
+from memwall_strategy.engine.checkpoint.paged import resident
 from memwall_strategy.engine.checkpoint.ranks import Ranks
 from memwall_strategy.engine.checkpoint.rng import capture_rng
 from memwall_strategy.engine.checkpoint.save import start_partial, write_payload
@@ -67,6 +68,7 @@ def gather(tensors: Mapping[str, Tensor], take: Callable[[str, Tensor], object] 
     """
     failed: Exception | None = None
     for key, tensor in tensors.items():
+        tensor = resident(tensor)
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if take is not None and failed is None:
             try:

@@ -33,6 +33,7 @@ from memwall_strategy.engine.checkpoint.model import (
 from memwall_strategy.engine.checkpoint.planner import read_into
 from memwall_strategy.engine.checkpoint.room import OptimizerRoom
 from memwall_strategy.engine.checkpoint.storage import BlockReader
+from memwall_strategy.engine.optimizer_parts import plain_class
 
 _NAMES_SHOWN = 8  # of each kind, in an error
 
@@ -116,11 +117,17 @@ def load_state(source: Source, model: nn.Module, optimizers: Sequence[Optimizer]
     }
     with torch.no_grad():
         for room in rooms:
-            room.make_room(shapes)
-            match.passes[0].update(room.blocks)
+            if not room.is_paged:
+                room.make_room(shapes)
+                match.passes[0].update(room.blocks)
         for targets in match.passes:
             read_into(source.reader, source.metadata, targets)
         for room in rooms:
+            if room.is_paged:
+                for part in room.parts():
+                    room.make_room(shapes, part)
+                    read_into(source.reader, source.metadata, room.blocks)
+                    room.install()
             room.commit()
     load_entries(model, state, match.entries)
     return difference.text()
@@ -186,8 +193,8 @@ def _match_optimizers(
     rooms = []
     for index, (optimizer, layout) in enumerate(zip(optimizers, layouts, strict=False)):
         name = optimizer_name(index)
-        if layout["kind"] not in (None, type(optimizer).__name__):
-            difference.other.append(f"{name} was a {layout['kind']} there and is a {type(optimizer).__name__} here")
+        if layout["kind"] not in (None, plain_class(optimizer).__name__):
+            difference.other.append(f"{name} was a {layout['kind']} there and is a {plain_class(optimizer).__name__} here")
         room = OptimizerRoom.match(optimizer, name, state, layout, source.layout["aliases"])
         difference.missing += [f"{name}: {parameter}" for parameter in room.missing]
         difference.unexpected += [f"{name}: {parameter}" for parameter in room.unexpected]

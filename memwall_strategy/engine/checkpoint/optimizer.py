@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 
 from memwall_strategy.core.errors import CheckpointError
 from memwall_strategy.engine.checkpoint.model import ModelState, collect_model
+from memwall_strategy.engine.checkpoint.paged import settle, tie
+from memwall_strategy.engine.optimizer_parts import plain_class
 
 NOT_OPTIONS = ("params", "param_names")
 """Keys of a param group that are no hyperparameters."""
@@ -66,6 +68,7 @@ def collect_optimizer(model: ModelState, optimizer: Optimizer, name: str) -> Opt
     Raises:
         CheckpointError: it holds a parameter that the model does not.
     """
+    settle(optimizer)
     state = OptimizerState({}, {}, {})
     groups, by_parameter, shared = [], {}, {}
     for index, group in enumerate(optimizer.param_groups):
@@ -77,10 +80,13 @@ def collect_optimizer(model: ModelState, optimizer: Optimizer, name: str) -> Opt
                     key: _encode(value, (name, "state", parameter_name, key), parameter, state)
                     for key, value in optimizer.state[parameter].items()
                 }
+                for key, spec in by_parameter[parameter_name].items():
+                    if "block" in spec:
+                        tie(state.blocks[spec["block"]], optimizer, parameter, key)
     for key, value in optimizer.state.items():
         if not isinstance(key, Tensor):
             shared[key] = _encode(value, (name, "shared", str(key)), None, state)
-    state.layout.update(kind=type(optimizer).__name__, groups=groups, state=by_parameter, shared=shared)
+    state.layout.update(kind=plain_class(optimizer).__name__, groups=groups, state=by_parameter, shared=shared)
     return state
 
 

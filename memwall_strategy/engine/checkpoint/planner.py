@@ -21,6 +21,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from memwall_strategy.engine.checkpoint.paged import is_paged, resident
+from memwall_strategy.engine.fsdp import local_tensor
+
 
 class BlockSavePlanner(DefaultSavePlanner):
     """DCP's planner for flat state dicts of tensors.
@@ -57,6 +60,9 @@ class BlockSavePlanner(DefaultSavePlanner):
         return self._block(write_item) if self._staged is None else self._staged.pop(write_item.index)
 
     def _block(self, item: WriteItem) -> Tensor:
+        block = self.state_dict[item.index.fqn]
+        if is_paged(block):
+            return local_tensor(resident(block)).detach()
         return self.lookup_object(item.index).detach()
 
 

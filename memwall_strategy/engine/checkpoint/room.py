@@ -2,7 +2,8 @@
 
 ``match`` compares names and changes nothing. ``make_room`` then takes each tensor that the optimizer already has where
 shape, type and placement fit, and allocates the others like their parameter, so that the state never exists twice.
-``commit`` installs what was read. torch's own ``set_optimizer_state_dict`` executes an optimizer step to make room;
+``commit`` installs what was read. Where the state is paged, this goes part by part: room for one part, read, installed
+and sent away, then the next. torch's own ``set_optimizer_state_dict`` executes an optimizer step to make room;
 nothing here does.
 
 Each state keeps the type in which it was saved; ``Optimizer.load_state_dict`` would cast it to its parameter's.
@@ -24,6 +25,8 @@ from torch.optim import Optimizer
 
 from memwall_strategy.engine.checkpoint.model import ModelState, find_name
 from memwall_strategy.engine.checkpoint.optimizer import decode, name_of
+from memwall_strategy.engine.checkpoint.paged import PagedState, settle
+from memwall_strategy.engine.fsdp import local_tensor
 
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 """Shape and dtype of every block of a checkpoint, by key."""
@@ -79,23 +82,44 @@ class OptimizerRoom:
         room.unexpected = sorted(group_of.keys() - found)
         return room
 
-    def make_room(self, shapes: Shapes) -> None:
-        """Find or allocate a tensor for every block; fills ``blocks``."""
+    @property
+    def is_paged(self) -> bool:
+        """Whether the state rests elsewhere, so that it is to be read part by part."""
+        return isinstance(self.optimizer, PagedState)
+
+    def parts(self) -> list[set[int]]:
+        """Ids of the parameters whose state may be in memory together; what no part names comes last."""
+        settle(self.optimizer)
+        parts = [{id(parameter) for parameter in part} for part in self.optimizer.state_parts()]
+        return [*parts, {id(parameter) for parameter, _, _ in self._matched} - set().union(*parts)]
+
+    def make_room(self, shapes: Shapes, part: set[int] | None = None) -> None:
+        """Find or allocate a tensor for every block, or for those of a part; fills ``blocks``."""
+        self.blocks = {}
         for parameter, group, specs in self._matched:
+            if part is not None and id(parameter) not in part:
+                continue
             present = self.optimizer.state.get(parameter, {})
             self._state[parameter] = {
                 key: self._place(key, spec, parameter, group, present, shapes) for key, spec in specs.items()
             }
-        for key, spec in self._shared.items():
+        for key, spec in self._shared.items() if part is None or not self._state else ():
             self._state[key] = decode(spec, lambda s: self._take(s, _plain_room(*shapes[s["block"]])))
 
-    def commit(self) -> None:
-        """Install state and hyperparameters. Parameters without saved state end up without state."""
+    def install(self) -> None:
+        """Install the state that was read so far. Parameters without saved state end up without state."""
         for key, entries in self._state.items():
             if isinstance(key, Tensor) and not entries:
                 self.optimizer.state.pop(key, None)
             else:
                 self.optimizer.state[key] = entries
+        self._state, self.blocks = {}, {}
+        if isinstance(self.optimizer, PagedState):
+            self.optimizer.adopt_state()
+
+    def commit(self) -> None:
+        """Install state and hyperparameters."""
+        self.install()
         for group, options in zip(self.optimizer.param_groups, self._options, strict=True):
             for key, value in options.items():
                 if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
@@ -185,6 +209,8 @@ def _fits(
 ) -> bool:
     if not isinstance(old, Tensor) or old.shape != shape or old.dtype != dtype:
         return False
+    if local_tensor(old).numel() != local_tensor(parameter).numel() and old.shape == parameter.shape:
+        return False  # it rests elsewhere
     kind = _kind(spec, parameter, shape)
     if not isinstance(parameter, DTensor) or kind == "plain":
         return not isinstance(old, DTensor) and old.device == device

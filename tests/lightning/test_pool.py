@@ -1,0 +1,123 @@
+"""Paged optimizer state under the Trainer: the same losses to the last bit, and checkpoints that go anywhere."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memwall_strategy import MemwallStrategy, PoolConfig
+from memwall_strategy.core.block import Tier
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.pool.pooled_optimizer import PooledOptimizer
+from tests.lightning.checks import Here, on_ranks
+from tests.lightning.models import Gpt, make_loader, make_trainer, module_class
+
+BUDGET = {1: 230_000, 2: 150_000}
+"""Bytes a rank by world size: the model trains, its AdamW state does not fit whole."""
+
+
+def make(here: Here, where: str, *, world: int, folder: Path | None = None, **options: Any) -> tuple[Any, Any, Any]:
+    """Module, trainer and loader; the optimizer's state on the device, on the host or on disk."""
+    pools = {
+        "device": PoolConfig(),
+        "host": PoolConfig(device_budget=BUDGET[world], host_budget="64MiB"),
+        "disk": PoolConfig(
+            device_budget=BUDGET[world], host_budget=0, disk_budget="64MiB", disk_path=str(folder or here.folder)
+        ),
+    }
+    torch.manual_seed(1)
+    module = module_class("lightning")(Gpt(6), "adamw")
+    strategy = MemwallStrategy(pool=pools[where], timeout_s=60.0)
+    trainer = make_trainer(world, strategy=strategy, accumulate_grad_batches=2, gradient_clip_val=0.4, **options)
+    return module, trainer, make_loader("gpt", 8 * world * 4, 2, rank=here.rank, world=world)
+
+
+@on_ranks(2)
+def test_losses_are_those_of_the_unpaged_run(here: Here) -> None:
+    """Accumulation, clipping, odd shards; what is booked is what is held; nothing of it remains."""
+    losses = {}
+    for where in ("device", "host", "disk"):
+        module, trainer, loader = make(here, where, world=2, max_epochs=2)
+        found: dict[str, Any] = {}
+        module.on_train_epoch_end = lambda found=found, trainer=trainer: look(trainer, found)
+        trainer.fit(module, loader)
+        losses[where] = module.losses
+        metrics = trainer.strategy.runtime.metrics()
+        assert metrics["memwall/pool/device_peak_bytes"] <= BUDGET[2] or where == "device"
+        if where != "device":
+            assert found["tiers"] == {Tier.DEVICE, Tier(where)}, found
+            assert found["pooled"] and metrics[f"memwall/pool/{where}_bytes"] > 0
+            assert metrics["memwall/pool/page_in_s"] > 0 and metrics["memwall/pool/access_p50_s"] > 0
+        else:
+            assert not found["pooled"] and found["tiers"] == {Tier.DEVICE}
+            assert "memwall/pool/page_in_s" not in metrics
+        optimizer = trainer.optimizers[0]
+        assert type(optimizer) is torch.optim.AdamW  # as it came, its state in ordinary memory
+        assert all(v.to_local().numel() for s in optimizer.state.values() for k, v in s.items() if k == "exp_avg")
+        assert len(trainer.strategy.runtime.pool.table) == 0
+    assert losses["host"] == losses["device"] and losses["disk"] == losses["device"]
+
+
+def look(trainer: Any, found: dict[str, Any]) -> None:
+    pool = trainer.strategy.runtime.pool
+    pool.table.check()
+    found["tiers"] = {placement.tier for block, placement in pool.table if block.kind.startswith("exp_avg")}
+    found["pooled"] = isinstance(trainer.strategy.raw_optimizers()[0], PooledOptimizer)
+    booked = pool.table.balance(Tier.DEVICE).bytes
+    assert booked <= (trainer.strategy.runtime.budget_bytes or booked)
+
+
+@on_ranks(2, "host", "disk")
+def test_checkpoints_go_from_anywhere_to_anywhere(here: Here) -> None:
+    """Saved paged, resumed paged or not, and the other way: the losses of the uninterrupted run."""
+    whole, trainer, loader = make(here, "device", world=2, max_epochs=2)
+    trainer.fit(whole, loader)
+    for source, target in ((here.case, "device"), ("device", here.case), (here.case, here.case)):
+        folder = here.folder / f"{source}-{target}"
+        again, trainer2, loader = make(here, source, world=2, max_steps=6, max_epochs=2, folder=here.folder)
+        again.on_train_batch_end = saver(again, trainer2, folder)
+        trainer2.fit(again, loader)
+        rest, trainer3, loader = make(here, target, world=2, max_epochs=2, folder=here.folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer3.fit(rest, loader, ckpt_path=str(folder / "at.ckpt"))
+        assert rest.losses == whole.losses[-len(rest.losses) :] and len(rest.losses) >= 4, (source, target)
+
+
+def saver(module: Any, trainer: Any, folder: Path) -> Any:
+    def save(*_: Any) -> None:
+        if trainer.global_step == 4 and not (folder / "at.ckpt").exists():
+            trainer.save_checkpoint(folder / "at.ckpt")
+
+    return save
+
+
+@on_ranks(1)
+def test_one_full_file_holds_paged_state(here: Here) -> None:
+    module, trainer, loader = make(here, "disk", world=1, max_epochs=1)
+    saved = here.folder / "one.ckpt"
+    module.on_train_end = lambda: trainer.strategy._checkpointer.save_full(saved, {}, 1)
+    trainer.fit(module, loader)
+    state = torch.load(saved, weights_only=False)["optimizer_states"][0]["state"]
+    optimizer = trainer.optimizers[0]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(state) == len(parameters)
+    for number, parameter in enumerate(parameters):
+        assert torch.equal(optimizer.state[parameter]["exp_avg"].full_tensor(), state[number]["exp_avg"])
+
+
+@on_ranks(1)
+def test_a_budget_that_cannot_be_met_is_named(here: Here) -> None:
+    torch.manual_seed(1)
+    for pool, text in (
+        (PoolConfig(device_budget=150_000), r"device tier: 2 slots .* missing. Raise pool\.device_budget"),
+        (PoolConfig(device_budget=BUDGET[1], host_budget="16KiB"), r"no room for block .*Raise pool\.host_budget, or"),
+    ):
+        module = module_class("lightning")(Gpt(6), "adamw")
+        trainer = make_trainer(1, strategy=MemwallStrategy(pool=pool), max_epochs=1)
+        with pytest.raises(ConfigError, match=text):
+            trainer.fit(module, make_loader("gpt", 8, 2, rank=0, world=1))
