@@ -17,6 +17,7 @@ _EXPORTS = {
     "DiskStore": "disk",
     "HostStore": "host",
     "Pool": "pool",
+    "needed_device_bytes": "pillar",
     "Store": "store",
 }
 

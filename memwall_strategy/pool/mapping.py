@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-_LIVE: weakref.WeakSet[Mapping] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _INHERITED: list[object] = []
 """In a forked child: the parent's mappings, which are not mapped there and must never be unmapped there."""
 
@@ -17,7 +17,8 @@ class Mapping:
     """Private anonymous memory, zeroed by the kernel on first touch.
 
     Forked children (data loader workers) do not get it: copy-on-write would make every later write of the parent a
-    page fault and a copy. It is unmapped when the last tensor over it is gone, and by the kernel however we end.
+    page fault and a copy, and could give the child the page that direct I/O is filling. It is unmapped when the last
+    tensor over it is gone, and by the kernel however we end.
 
     Args:
         nbytes: length; a whole number of pages, so that what is mapped is what is counted.
@@ -37,7 +38,7 @@ class Mapping:
         # The tensor keeps the mmap object alive but takes no lock on it: mmap.close() would leave it dangling, so
         # nobody calls that, and the last reference unmaps.
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        _LIVE.add(self)
+        _LIVE.add(self._map)
         if touch:
             self.bytes.zero_()
 
@@ -57,7 +58,7 @@ class Mapping:
 
 
 def _keep_inherited() -> None:
-    _INHERITED.extend((live._map, live.bytes) for live in _LIVE)
+    _INHERITED.extend(_LIVE)
 
 
 os.register_at_fork(after_in_child=_keep_inherited)

@@ -29,8 +29,8 @@ from memwall_strategy.pool.host import HostStore
 from memwall_strategy.pool.pool import Pool
 from memwall_strategy.pool.pooled_optimizer import PooledOptimizer, pool_optimizer, unit_states
 from memwall_strategy.pool.probe import unused_memory_bytes
-from memwall_strategy.pool.state_pager import StatePager, UnitState
-from memwall_strategy.pool.state_placement import Room, StatePlacement, place_state
+from memwall_strategy.pool.state_pager import PageIn, StatePager, UnitState
+from memwall_strategy.pool.state_placement import Room, StatePlacement, place_state, slot_bytes
 from memwall_strategy.pool.store import Store
 from memwall_strategy.pool.table import AddressTable
 
@@ -221,6 +221,13 @@ class PoolPillar(BasePillar):
             figures["memwall/pool/access_jitter"] = (times[int(0.95 * (len(times) - 1))] - middle) / middle
         return figures
 
+    def take_pages(self) -> list[PageIn]:
+        """Every page-in since the last call, oldest first; the figures of ``metrics`` start anew."""
+        pages = [page for pager in self.pagers for page in pager.history]
+        for pager in self.pagers:
+            pager.history.clear()
+        return pages
+
     def on_failure(self, runtime: Runtime, error: BaseException) -> None:
         if self._pool is not None:
             self._pool.reset()
@@ -277,6 +284,16 @@ def bytes_beside_state(runtime: Runtime) -> int:
         rank=0,
     )
     return made.peak_bytes
+
+
+def needed_device_bytes(runtime: Runtime) -> int:
+    """The least ``pool.device_budget`` of this rank: no optimizer state rests on the device, it only passes through."""
+    pool = runtime.pool
+    units = [unit for pager in pool.pagers for unit in pager.units]
+    slots = pool.config.optimizer_units * sum(1 for pager in pool.pagers if pager.units)
+    widest = max((slot_bytes(list(unit.sizes().values())) for unit in units), default=0)
+    small = sum(_SMALL_STATE_BYTES * len(unit.parameters) for unit in units)
+    return bytes_beside_state(runtime) + slots * widest + small
 
 
 def _unit_of(runtime: Runtime) -> Callable[[torch.Tensor], tuple[str, str]]:

@@ -42,25 +42,30 @@ RUN_LIMIT_S = 600
 
 
 def run_ranks(
-    task: dict[str, Any], hosts: Sequence[Host] | None, extra_env: Mapping[str, str] | None = None
+    task: dict[str, Any],
+    hosts: Sequence[Host] | None,
+    extra_env: Mapping[str, str] | None = None,
+    *,
+    world: int = 2,
+    worker: str = f"{__package__}.worker",
 ) -> list[dict[str, Any]]:
-    """Run the worker on two ranks, on loopback or one in each host; bounded in time, none left behind."""
+    """Run ``worker`` on ``world`` ranks, on loopback or one in each host; bounded in time, none left behind."""
     with tempfile.TemporaryDirectory(prefix="memwall-bench-") as folder:
         result = Path(folder) / "result.json"
         port = free_port()
         processes = []
-        for rank in range(2):
+        for rank in range(world):
             env = {
                 **os.environ, **(extra_env or {}),
-                "RANK": str(rank), "WORLD_SIZE": "2",
-                "LOCAL_RANK": "0" if hosts else str(rank), "LOCAL_WORLD_SIZE": "1" if hosts else "2",
+                "RANK": str(rank), "WORLD_SIZE": str(world),
+                "LOCAL_RANK": "0" if hosts else str(rank), "LOCAL_WORLD_SIZE": "1" if hosts else str(world),
                 "GROUP_RANK": str(rank) if hosts else "0",
                 "MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1", "MASTER_PORT": str(port),
                 "TORCHELASTIC_RUN_ID": "bench", "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             if hosts:
                 env["GLOO_SOCKET_IFNAME"] = hosts[rank].interface
-            command = [sys.executable, "-m", f"{__package__}.worker", json.dumps({**task, "result": str(result)})]
+            command = [sys.executable, "-m", worker, json.dumps({**task, "result": str(result)})]
             with (Path(folder) / f"{rank}.log").open("w") as log:
                 processes.append(
                     subprocess.Popen(
@@ -79,7 +84,7 @@ def run_ranks(
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         if any(codes):
-            logs = "\n".join((Path(folder) / f"{r}.log").read_text()[-3000:] for r in range(2))
+            logs = "\n".join((Path(folder) / f"{r}.log").read_text()[-3000:] for r in range(world))
             raise SystemExit(f"a bench run failed with exit codes {codes}:\n{logs}")
         return json.loads(result.read_text())
 

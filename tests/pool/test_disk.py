@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ from hypothesis import strategies as st
 
 from memwall_strategy.core.block import Block, Kind, Tier
 from memwall_strategy.core.errors import BlockError, ConfigError, PoolFull, TransferError
-from memwall_strategy.pool import disk as disk_module
+from memwall_strategy.pool import probe as probe_module
 from memwall_strategy.pool.arena import LARGE_BYTES, PAGE_BYTES, Region, aligned
 from memwall_strategy.pool.disk import DiskStore, Span, chunks
 from memwall_strategy.pool.disk_file import DiskFile
+from memwall_strategy.pool.extent import extent_of
 from memwall_strategy.pool.host import HostStore
 from memwall_strategy.pool.table import AddressTable
 
@@ -146,15 +148,17 @@ def test_short_reads_and_writes_are_continued(disk, monkeypatch, kind):
     read, write = os.preadv, os.pwritev
     rng = random.Random(1)
 
-    def cut(buffers):
+    def cut(buffers, offset):
         (buffer,) = buffers
+        if disk.store.file.direct:
+            assert offset % PAGE_BYTES == len(buffer) % PAGE_BYTES == 0, "each attempt is whole pages again"
         most = {"short": rng.randrange(1, len(buffer) + 1), "one page": PAGE_BYTES, "one byte": len(buffer) - 1}[kind]
         # With direct I/O the kernel moves whole sectors; what it leaves may end inside a page.
         keep = max(min(most, len(buffer)), PAGE_BYTES + 512 if disk.store.file.direct else 1)
         return [buffer[: keep - keep % 512 if disk.store.file.direct else keep]]
 
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, cut(buffers), offset))
-    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: write(fd, cut(buffers), offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, cut(buffers, offset), offset))
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: write(fd, cut(buffers, offset), offset))
     disk.add({block(n): n for n in ODD})
     disk.write(block(n) for n in ODD)
     disk.check()
@@ -228,9 +232,9 @@ def test_chunks_cover_every_byte_once_on_whole_units(blocks, unit, chunk, shuffl
     for gap, nbytes in blocks:
         offset += gap * 64
         end = offset + aligned(nbytes, 64)
-        spans.append(Span(offset, end, torch.empty(nbytes, dtype=torch.uint8)))
+        spans.append(Span(offset, end, extent_of(torch.empty(nbytes, dtype=torch.uint8))))
         offset = end
-    owned = {(s.offset, s.end) for s in spans if s.tensor.numel()}
+    owned = {(s.offset, s.end) for s in spans if s.memory.nbytes}
     shuffle.shuffle(spans)
     cut = list(chunks(spans, unit_bytes=unit, chunk_bytes=chunk))
     for part in cut:
@@ -239,9 +243,9 @@ def test_chunks_cover_every_byte_once_on_whole_units(blocks, unit, chunk, shuffl
         assert all(s.offset < part.end and s.end > part.start for s in part.spans)
         inside = sorted((max(s.offset, part.start), min(s.end, part.end)) for s in part.spans)
         assert (inside[0][0], inside[-1][1]) == part.own
-        assert all(a[1] == b[0] for a, b in zip(inside, inside[1:], strict=False)), "no stranger in the middle"
+        assert all(a[1] == b[0] for a, b in pairwise(inside)), "no stranger in the middle"
     own = sorted(part.own for part in cut)
-    assert all(a[1] <= b[0] for a, b in zip(own, own[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(own))
     assert sum(high - low for low, high in own) == sum(high - low for low, high in owned)
 
 
@@ -256,6 +260,34 @@ def test_the_file_has_no_name_at_any_time(folder):
     assert not os.get_inheritable(file._fd)
     file.close()
     file.close()
+
+
+def test_a_forked_child_does_not_hold_the_file(folder):
+    """A worker that outlives a killed parent for a while must not keep the disk full."""
+    file = DiskFile(folder, 8 * PAGE_BYTES)
+    inode, read, write = os.fstat(file._fd).st_ino, *os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = [fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")]
+        os.write(write, str([fd for fd in held if os.fstat(fd).st_ino == inode]).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100) == b"[]" and os.fstat(file._fd).st_ino == inode
+    os.close(read)
+    os.close(write)
+    file.close()
+
+
+@pytest.mark.parametrize("capacity", [0, 1, PAGE_BYTES + 1])
+def test_tiny_disk_tiers(folder, capacity):
+    table = AddressTable()
+    host = HostStore(table, MIB)
+    store = DiskStore(table, capacity, folder, host=host, chunk_bytes=CHUNK)
+    assert table.capacity_bytes(Tier.DISK) == capacity // PAGE_BYTES * PAGE_BYTES
+    with pytest.raises(PoolFull, match=r"pool\.disk_budget"):
+        table.allocate(block("x"), PAGE_BYTES + 1, Tier.DISK)
+    store.close()
+    host.close()
 
 
 def without_tmpfile(monkeypatch) -> None:
@@ -303,7 +335,7 @@ def test_a_file_system_without_direct_io_is_said_once_by_name(folder, monkeypatc
         return real(fd, command, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    monkeypatch.setattr(disk_module, "_told", set())
+    monkeypatch.setattr(probe_module, "_told", set())
     with pytest.warns(UserWarning, match="page cache: the file system of .* refuses O_DIRECT"):
         made = Disk(folder)
     assert not made.store.file.direct

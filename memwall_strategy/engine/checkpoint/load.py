@@ -194,7 +194,8 @@ def _match_optimizers(
     for index, (optimizer, layout) in enumerate(zip(optimizers, layouts, strict=False)):
         name = optimizer_name(index)
         if layout["kind"] not in (None, plain_class(optimizer).__name__):
-            difference.other.append(f"{name} was a {layout['kind']} there and is a {plain_class(optimizer).__name__} here")
+            here = plain_class(optimizer).__name__
+            difference.other.append(f"{name} was a {layout['kind']} there and is a {here} here")
         room = OptimizerRoom.match(optimizer, name, state, layout, source.layout["aliases"])
         difference.missing += [f"{name}: {parameter}" for parameter in room.missing]
         difference.unexpected += [f"{name}: {parameter}" for parameter in room.unexpected]

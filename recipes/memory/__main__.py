@@ -1,0 +1,136 @@
+"""What paging the optimizer's state costs, and what a rank holds on its device.
+
+    python -m recipes.memory                       # all figures, a few minutes on 2 cores
+    python -m recipes.memory paging --repeats 5    # one of: paging, overhead, ranks
+
+- ``paging``: all AdamW state on the host, and on disk, beside all on the device; one process, 3.3 million parameters.
+  Variants alternate inside one process. Hidden: the share of the lanes' time that the training thread did not wait for.
+  Jitter: (p95 - p50) / p50 of the page-ins, and of raw copies of the same sizes made between the steps.
+- ``overhead``: the pool on, with everything on the device, beside the pool off.
+- ``ranks``: device bytes of one of 8 ranks, weights sharded and state on the host, beside 16 bytes a parameter, what
+  one process holds that trains in fp32 with AdamW.
+
+On CPU, "device", "host" and "disk" are capped arenas, and every byte between them is really copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..bench_engine.__main__ import compare, median_step, run_ranks
+
+MODEL = {"layers": 8, "heads": 4, "hidden": 256, "context": 128, "dropout": 0.0}
+BASELINE_BYTES = 16
+"""fp32 weight, gradient and two moments, a parameter."""
+FIGURES = ("paging", "overhead", "ranks")
+
+Row = tuple[str, str, str, str]
+
+
+def task_of(variants: list[str], folder: Path, **changes: Any) -> dict[str, Any]:
+    task = {
+        "variants": variants, "model": MODEL, "batch": 8, "steps": 12, "warmup": 3, "threads": 1, "folder": str(folder),
+    }  # fmt: skip
+    return task | changes
+
+
+def run(task: dict[str, Any], world: int) -> list[dict[str, Any]]:
+    return run_ranks(task, None, world=world, worker=f"{__package__}.worker")
+
+
+def jitter(times: list[float]) -> float:
+    """(p95 - p50) / p50."""
+    ordered = sorted(times)
+    middle = statistics.median(ordered)
+    return (ordered[int(0.95 * (len(ordered) - 1))] - middle) / middle
+
+
+def paging(repeats: int, folder: Path) -> list[Row]:
+    """All state on the host, and on disk, against all on the device."""
+    turns = [("device", "host", "disk"), ("disk", "device", "host"), ("host", "disk", "device")]
+    order = ["device", *(variant for i in range(repeats) for variant in turns[i % 3])]
+    runs = run(task_of(order, folder), 1)[1:]  # the first one says how little the device needs, and warms up
+    by = {name: [r for r in runs if r["variant"] == name] for name in ("device", "host", "disk")}
+    equal = len({tuple(r["losses"]) for r in runs}) == 1
+    base = statistics.median(median_step(r) for r in by["device"])
+    how = f"{by['device'][0]['parameters']:,} parameters, 1024 tokens a step, 1 process, device step {base * 1e3:.0f} ms"
+    rows = [("losses of all placements", "equal", "equal" if equal else "different", f"{len(runs)} runs")]
+    for place, limit in (("host", "at most 1.15"), ("disk", "at most 1.6")):
+        pairs = list(zip(map(median_step, by[place]), map(median_step, by["device"]), strict=True))
+        ratio = compare([(device, other) for other, device in pairs])
+        rows.append((f"all state on {place} / on device: step time", limit, ratio, how))
+        busy = statistics.median(r["page_in_s"] + r["page_out_s"] for r in by[place])
+        exposed = statistics.median(r["exposed_s"] for r in by[place])
+        held = by[place][0][f"{place}_bytes"]
+        moved = f"{held / 2**20:.0f} MiB each way a step; lanes busy {busy * 1e3:.1f} ms, waited {exposed * 1e3:.1f} ms"
+        rows.append((f"state on {place}: paging hidden", "-", f"{max(0.0, 1 - exposed / busy):.2f}", moved))
+        pages, raw = ([t for r in by[place] for t in r[key]] for key in ("page_s", "raw_s"))
+        rows.append(
+            (f"state on {place}: jitter of page-ins, of raw copies", "excess 0.05" if place == "host" else "-",
+             f"{jitter(pages):.2f}, {jitter(raw):.2f}", f"{len(pages)} page-ins")
+        )  # fmt: skip
+    disk = by["disk"][0]
+    per_step = disk["io_bytes"] / disk["steps"] / 2**20
+    rows.append(("state on disk: disk traffic", "-", f"{per_step:.0f} MiB a step", "the kernel's I/O counters"))
+    return rows
+
+
+def overhead(repeats: int, folder: Path) -> list[Row]:
+    """The pool on while everything fits, against off."""
+    order = [v for i in range(repeats) for v in (("off", "device") if i % 2 == 0 else ("device", "off"))]
+    runs = run(task_of(order, folder), 1)
+    pairs = []
+    for i in range(repeats):
+        both = {r["variant"]: median_step(r) for r in runs[2 * i : 2 * i + 2]}
+        pairs.append((both["off"], both["device"]))
+    return [("pool on, all on the device / pool off: step time", "under 1.01", compare(pairs), "account included")]
+
+
+def ranks(repeats: int, folder: Path) -> list[Row]:
+    """Device bytes of one of 8 ranks."""
+    runs = run(task_of(["device", "host"], folder, steps=2, warmup=1, batch=1), 8)
+    parameters = runs[0]["parameters"]
+    rows = []
+    for result in runs:
+        share = result["peak_bytes"] / (BASELINE_BYTES * parameters)
+        rows.append(
+            (f"device bytes of one of 8 ranks, state on {result['variant']}", "at most 0.375", f"{share:.3f}",
+             f"highest of a step, {result['peak_bytes'] / 2**20:.1f} MiB of "
+             f"{BASELINE_BYTES * parameters / 2**20:.1f} MiB; activations on neither side")
+        )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    """Measure, then print claimed | measured | how."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.memory", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("figures", nargs="*", default=list(FIGURES), help=f"which: {', '.join(FIGURES)} (default: all)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each variant (default 5)")
+    parser.add_argument("--folder", type=Path, help="where the disk tier goes (default: a temporary folder)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.figures) - set(FIGURES):
+        parser.error(f"unknown figure {', '.join(sorted(unknown))}; choose from {', '.join(FIGURES)}")
+    if arguments.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="memwall-memory-", dir=arguments.folder) as folder:
+        for figure in arguments.figures:
+            print(f"measuring {figure} ...", flush=True)
+            rows += {"paging": paging, "overhead": overhead, "ranks": ranks}[figure](arguments.repeats, Path(folder))
+    header = ("figure", "claimed", "measured", "how")
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(4)]
+    for row in [header, *rows]:
+        print(" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if arguments.json:
+        arguments.json.write_text(json.dumps([dict(zip(header, row, strict=True)) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

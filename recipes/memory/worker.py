@@ -1,0 +1,149 @@
+"""One rank: trains the model with its optimizer state in different places and writes what it measured as JSON.
+
+Run by ``recipes.memory``. ``device`` is a capped arena on CPU; every byte between device, host and disk is copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch.utils.data import DataLoader
+
+from memwall_strategy import MemwallStrategy, OverlapConfig, PoolConfig
+from memwall_strategy.pool import needed_device_bytes
+
+from ..bench_engine.worker import RandomTokens, constant
+from ..gpt.module import GPTModule
+from ..gpt.options import GPTOptions
+
+
+class Watch(L.Callback):
+    """Seconds of each step, the pool's figures of it, and raw copies of a page-in's size beside it."""
+
+    def __init__(self, probe: bool) -> None:
+        self.step_s: list[float] = []
+        self.figures: list[dict[str, float]] = []
+        self.losses: list[float] = []
+        self.raw_s: list[float] = []
+        self.page_s: list[float] = []
+        self._probe = probe
+        self._start = 0.0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        torch.distributed.barrier()
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.step_s.append(time.perf_counter() - self._start)
+        self.losses.append(float(outputs["loss"]))
+        runtime = trainer.strategy.runtime
+        self.figures.append(runtime.metrics())
+        if self._probe:
+            pages = runtime.pool.take_pages()
+            self.page_s += [page.seconds for page in pages]
+            self.raw_s += raw_copies([page.bytes for page in pages])
+
+
+def raw_copies(sizes: list[int]) -> list[float]:
+    """Seconds of plain copies of these sizes, one after the other, in memory that is not in the cache."""
+    taken = []
+    for size in sizes:
+        source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        start = time.perf_counter()
+        target.numpy()[:] = source.numpy()
+        taken.append(time.perf_counter() - start)
+    return taken
+
+
+def pool_of(variant: str, task: dict[str, Any], budget_bytes: int | None) -> PoolConfig:
+    """The pool's options of a variant; ``budget_bytes`` forces all state off the device."""
+    match variant:
+        case "off":
+            return PoolConfig(enabled=False)
+        case "device":
+            return PoolConfig()
+        case "host":
+            return PoolConfig(device_budget=budget_bytes, host_budget="2GiB")
+        case "disk":
+            return PoolConfig(device_budget=budget_bytes, host_budget=0, disk_budget="2GiB", disk_path=task["folder"])
+    raise ValueError(variant)
+
+
+def train(variant: str, task: dict[str, Any], budget_bytes: int | None) -> dict[str, Any]:
+    """Train and return the figures, the first ``task["warmup"]`` steps left out."""
+    options = GPTOptions(**task["model"])
+    L.seed_everything(0, verbose=False)
+    module = GPTModule(options, partial(torch.optim.AdamW, lr=1e-3, fused=True), constant)
+    world, total = int(os.environ["WORLD_SIZE"]), task["steps"] + task["warmup"]
+    tokens = RandomTokens(total * task["batch"] * world, options.context + 1, options.vocab)
+    watch = Watch(probe=variant in ("host", "disk"))
+    overlap = OverlapConfig(enabled=variant != "off" and world > 1)
+    trainer = L.Trainer(
+        strategy=MemwallStrategy(pool=pool_of(variant, task, budget_bytes), overlap=overlap),
+        accelerator="cpu", devices=world, max_steps=total, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[watch],
+    )  # fmt: skip
+    needed: dict[str, int] = {}
+    module.on_train_end = lambda: needed.update(bytes=needed_device_bytes(trainer.strategy.runtime))
+    if variant == "off":
+        module.on_train_end = lambda: None
+    io_before = disk_bytes()
+    trainer.fit(module, DataLoader(tokens, batch_size=task["batch"]))
+    first = task["warmup"]
+    kept = [f for f in watch.figures[first:] if f]
+
+    def median(name: str) -> float | None:
+        values = [figures[name] for figures in kept if name in figures]
+        return statistics.median(values) if values else None
+
+    return {
+        "variant": variant,
+        "step_s": watch.step_s[first:],
+        "losses": watch.losses,
+        "needed_bytes": needed.get("bytes"),
+        "peak_bytes": max((f.get("memwall/pool/device_peak_bytes", 0.0) for f in kept), default=0.0),
+        "host_bytes": median("memwall/pool/host_bytes"),
+        "disk_bytes": median("memwall/pool/disk_bytes"),
+        "page_in_s": median("memwall/pool/page_in_s"),
+        "page_out_s": median("memwall/pool/page_out_s"),
+        "exposed_s": median("memwall/pool/exposed_s"),
+        "page_s": watch.page_s,
+        "raw_s": watch.raw_s,
+        "io_bytes": disk_bytes() - io_before,
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "steps": total,
+    }
+
+
+def disk_bytes() -> int:
+    """Bytes that this process has read from and written to disks, by the kernel's count."""
+    with open("/proc/self/io") as file:
+        counters = dict(line.split(": ") for line in file.read().splitlines())
+    return int(counters["read_bytes"]) + int(counters["write_bytes"])
+
+
+def main() -> None:
+    """Run the task's variants in order."""
+    task = json.loads(sys.argv[1])
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(task["threads"])
+    results, budget = [], None
+    for variant in task["variants"]:
+        results.append(train(variant, task, budget))
+        budget = budget or results[-1]["needed_bytes"]
+    if int(os.environ["RANK"]) == 0:
+        with open(task["result"], "w") as file:
+            json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()
