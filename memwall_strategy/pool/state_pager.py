@@ -35,7 +35,7 @@ from memwall_strategy.engine.fsdp import local_tensor
 from memwall_strategy.pool.arena import GRANULE_BYTES, aligned
 from memwall_strategy.pool.device import ENGINE
 from memwall_strategy.pool.state_placement import StatePlacement
-from memwall_strategy.pool.store import Store, as_bytes
+from memwall_strategy.pool.store import Store
 from memwall_strategy.pool.table import AddressTable
 
 SLOT_UNIT = "pool"
@@ -149,7 +149,7 @@ class StatePager:
         self._booked: set[Block] = set()
         self._entries_seen: dict[torch.nn.Parameter, int] = {}
         self._book_homes()
-        if self._slots and self._stores[Tier.DEVICE].device.type == "cpu":  # resident only as it is touched; on CUDA, see the module
+        if self._slots and self._stores[Tier.DEVICE].device.type == "cpu":  # resident as touched; on CUDA, see above
             for slot in self._slots:
                 self._ready(slot)
 
@@ -345,7 +345,7 @@ class StatePager:
 
     def _first_time(self, unit: UnitState, fresh: Sequence[StateField]) -> None:
         """Send home state that torch just allocated, and wait: only one unit's may be there twice."""
-        pairs = [(each, as_bytes(self._contiguous(each))) for each in fresh]
+        pairs = [(each, self._contiguous(each)) for each in fresh]
         after = self._stores[Tier.DEVICE].copier.now()
         self._out.submit(
             lambda: self._copy_out(pairs, after),

@@ -58,7 +58,8 @@ def paging(repeats: int, folder: Path) -> list[Row]:
     by = {name: [r for r in runs if r["variant"] == name] for name in ("device", "host", "disk")}
     equal = len({tuple(r["losses"]) for r in runs}) == 1
     base = statistics.median(median_step(r) for r in by["device"])
-    how = f"{by['device'][0]['parameters']:,} parameters, 1024 tokens a step, 1 process, device step {base * 1e3:.0f} ms"
+    parameters = by["device"][0]["parameters"]
+    how = f"{parameters:,} parameters, 1024 tokens a step, 1 process, device step {base * 1e3:.0f} ms"
     rows = [("losses of all placements", "equal", "equal" if equal else "different", f"{len(runs)} runs")]
     for place, limit in (("host", "at most 1.15"), ("disk", "at most 1.6")):
         pairs = list(zip(map(median_step, by[place]), map(median_step, by["device"]), strict=True))
