@@ -173,7 +173,7 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
     # -- one micro-batch, one step --
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.runtime.begin_step()
+        self.runtime.begin_batch()
         with self.runtime.phase(Phase.FORWARD), _explain_outside_forward():
             output = super().training_step(*args, **kwargs)
         self.runtime.count(output)
