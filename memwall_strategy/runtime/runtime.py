@@ -389,18 +389,24 @@ class Runtime:
 
     # -- traces --
 
-    def record_trace(self, on: bool) -> None:
-        """Start or stop to keep spans of the lanes and of the training thread's phases."""
+    def start_trace(self) -> float:
+        """Keep spans of the lanes and of the training thread's phases from now on; return now (perf_counter)."""
+        self._record_spans(True)
+        return time.perf_counter()
+
+    def stop_trace(self, since_s: float) -> list[Span]:
+        """The spans that began since then, in ``time.perf_counter`` seconds; ``overlap.trace`` alone keeps others."""
         self._keep_spans()
+        taken = [span for span in self._trace if span.start_s >= since_s]
+        if not self.config.overlap.trace:
+            self._record_spans(False)
+            self._trace.clear()
+        return taken
+
+    def _record_spans(self, on: bool) -> None:
         self._tracing = on
         for lane in self.lanes.values():
             lane.record_spans = on
-
-    def take_spans(self) -> list[Span]:
-        """Return the spans kept so far and forget them; times are ``time.perf_counter`` seconds."""
-        self._keep_spans()
-        taken, self._trace = self._trace, []
-        return taken
 
     def write_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write the recorded transfers as a Chrome trace (load it in chrome://tracing or Perfetto).

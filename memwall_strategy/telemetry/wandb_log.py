@@ -1,0 +1,85 @@
+"""The W&B logger of ``memwall-train``: offline unless asked, in the run folder, never the end of a run.
+
+What cannot start is refused before any rank exists. What fails later (W&B's service was killed, the disk is full) costs
+W&B's part of the run and nothing else: a warning, a ``logger_failed`` event, and training goes on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import wandb
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.telemetry.events import EventKind, Events
+from memwall_strategy.telemetry.options import WandbOptions
+
+_START_LIMIT_S = 60.0
+"""Longest wait for W&B's server."""
+
+
+class RunWandbLogger(WandbLogger):
+    """Lightning's ``WandbLogger`` that a failing W&B cannot end the run by."""
+
+    def __init__(self, options: WandbOptions, project: str) -> None:
+        super().__init__(
+            project=options.project or project, save_dir=options.save_dir, offline=options.mode == "offline",
+            mode=options.mode, entity=options.entity, group=options.group, tags=list(options.tags) or None,
+            settings=wandb.Settings(init_timeout=_START_LIMIT_S),
+        )  # fmt: skip
+        self.mode = options.mode
+        self.events: Events | None = None
+        self._failed = self._started = False
+
+    @rank_zero_only
+    def start(self, events: Events, config: Mapping[str, Any]) -> None:
+        """Start the W&B run; called before any rank exists.
+
+        Raises:
+            ConfigError: it cannot start.
+        """
+        self.events = events
+        try:
+            self.experiment.config.update(dict(config))
+        except (OSError, wandb.Error) as error:
+            raise ConfigError(
+                f"logger.wandb.mode={self.mode}: W&B could not start: {' '.join(str(error).split())} "
+                "Log in with `wandb login` and look at the network, or take logger.wandb.mode=offline."
+            ) from error
+        self._started = True
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if self._failed:
+            return
+        try:
+            super().log_metrics(metrics, step)
+        except (OSError, wandb.Error) as error:
+            self._fail(error)
+
+    @rank_zero_only
+    def finish(self, exit_code: int) -> None:
+        """End the W&B run and write what is left of it. Idempotent."""
+        if not self._started:
+            return
+        self._started = False
+        try:
+            self.experiment.finish(exit_code=exit_code)
+        except (OSError, wandb.Error) as error:
+            if not self._failed:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = True
+        warnings.warn(f"W&B failed and gets no more figures: {error}", stacklevel=3)
+        if self.events is not None:
+            self.events.emit(EventKind.LOGGER_FAILED, logger=type(self).__name__, message=str(error))
+
+
+def wandb_logger(*, run_name: str = "memwall", tags: Sequence[str] = (), **options: Any) -> RunWandbLogger:
+    """Build from plain options, as a configuration file gives them."""
+    return RunWandbLogger(WandbOptions(tags=tuple(tags), **options), run_name)
