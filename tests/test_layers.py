@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "accelerate": BELOW_FRONT_ENDS,
     "callbacks": {*BELOW_FRONT_ENDS, "lightning"},
     "recipes": {*BELOW_FRONT_ENDS - {"engine"}, "", "lightning", "accelerate", "callbacks"},
-    "cli": {*BELOW_FRONT_ENDS, "", "lightning", "recipes"},
+    "cli": {*BELOW_FRONT_ENDS, "", "lightning", "callbacks", "recipes"},
     "conf": set(),
 }
 """Layer -> the other layers that it may import; each may import itself. ``""`` is ``memwall_strategy`` itself."""

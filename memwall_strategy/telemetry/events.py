@@ -70,7 +70,7 @@ EVENTS: dict[EventKind, EventType] = {
         {"ranks": "data-parallel ranks", "device": "of this rank", "precision": "as configured",
          "units": "sharded units, the root included", "budget_bytes": "of this rank; null where none is set"},
     ),
-    EventKind.RUN_RESUMED: EventType(Severity.INFO, "training goes on from a checkpoint", {"path": "of the checkpoint"}),
+    EventKind.RUN_RESUMED: EventType(Severity.INFO, "training goes on from a checkpoint", {"path": "that was loaded"}),
     EventKind.RUN_ENDED: EventType(Severity.INFO, "training came to its end", {"steps": "optimizer steps taken"}),
     EventKind.RUN_STOPPED: EventType(Severity.WARNING, "the run was told to stop (signal, keyboard)", _ERROR_FIELDS),
     EventKind.RUN_FAILED: EventType(Severity.ERROR, "an error ended the run", _ERROR_FIELDS),
@@ -80,7 +80,7 @@ EVENTS: dict[EventKind, EventType] = {
          "limit_bytes": "the budget; null where none is known", "fits": "true, false or null"},
     ),
     EventKind.MEMORY_HIGH: EventType(
-        Severity.WARNING, "a step's peak passed the share of the budget that is watched (told again once it fell below)",
+        Severity.WARNING, "a step's peak passed the watched share of the budget (told again once it fell below)",
         {"peak_bytes": "of the step", "budget_bytes": "of this rank", "utilization": "peak over budget",
          "threshold": "that was passed"},
     ),
@@ -88,7 +88,7 @@ EVENTS: dict[EventKind, EventType] = {
         Severity.ERROR, "a step held more than pool.device_budget; the run ends",
         {"peak_bytes": "of the step", "budget_bytes": "of this rank"},
     ),
-    EventKind.STEP_ABORTED: EventType(Severity.ERROR, "an error broke a step; its gradients are dropped", _ERROR_FIELDS),
+    EventKind.STEP_ABORTED: EventType(Severity.ERROR, "an error broke a step; gradients are dropped", _ERROR_FIELDS),
     EventKind.LANE_FAILED: EventType(Severity.ERROR, "a transfer on a lane failed", _ERROR_FIELDS),
     EventKind.PEER_LOST: EventType(
         Severity.ERROR, "a process of the group died or stopped answering",
@@ -107,7 +107,8 @@ EVENTS: dict[EventKind, EventType] = {
         {"path": "of the checkpoint", "message": "what the error says"},
     ),
     EventKind.LOSS_NOT_FINITE: EventType(
-        Severity.WARNING, "the loss of this rank is NaN or infinite (told again once it was finite)", {"loss": "its value"}
+        Severity.WARNING, "the loss of this rank is NaN or infinite (told again once it was finite)",
+        {"loss": "its value"},
     ),
     EventKind.PROFILE_WRITTEN: EventType(
         Severity.INFO, "a Chrome trace of some steps was written",

@@ -50,7 +50,7 @@ class ClockMarks:
 
 
 def lane_events(spans: Sequence[Span], rank: int, *, offset_us: float = 0.0, pid: int | None = None) -> list[dict]:
-    """Trace events of the spans: one named row a lane, times in microseconds of the clock that ``offset_us`` leads to."""
+    """Trace events of the spans: one named row a lane, times in microseconds plus ``offset_us``."""
     pid = rank if pid is None else pid
     lanes = {lane: number for number, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
     named: list[dict] = [
@@ -58,8 +58,9 @@ def lane_events(spans: Sequence[Span], rank: int, *, offset_us: float = 0.0, pid
     ]
     for lane, number in lanes.items():
         label = "training thread" if lane == "train" else f"lane {lane}"
-        named.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": number, "args": {"name": label}})
-        named.append({"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": number, "args": {"sort_index": number}})
+        row = {"ph": "M", "pid": pid, "tid": number}
+        named.append({**row, "name": "thread_name", "args": {"name": label}})
+        named.append({**row, "name": "thread_sort_index", "args": {"sort_index": number}})
     return named + [
         {
             "name": f"{span.transfer} {span.unit}".rstrip(), "cat": span.lane, "ph": "X", "pid": pid,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import wandb
@@ -29,7 +30,7 @@ class RunWandbLogger(WandbLogger):
         super().__init__(
             project=options.project or project, save_dir=options.save_dir, offline=options.mode == "offline",
             mode=options.mode, entity=options.entity, group=options.group, tags=list(options.tags) or None,
-            settings=wandb.Settings(init_timeout=_START_LIMIT_S),
+            settings=wandb.Settings(init_timeout=_START_LIMIT_S, silent=True),  # its own account of the run is long
         )  # fmt: skip
         self.mode = options.mode
         self.events: Events | None = None
@@ -68,7 +69,10 @@ class RunWandbLogger(WandbLogger):
             return
         self._started = False
         try:
+            folder = Path(self.experiment.dir).parent
             self.experiment.finish(exit_code=exit_code)
+            if self.mode == "offline" and not self._failed:
+                print(f"W&B: offline run; to upload it: wandb sync {folder}", flush=True)
         except (OSError, wandb.Error) as error:
             if not self._failed:
                 self._fail(error)
