@@ -82,7 +82,9 @@ def compare(runs: Sequence[Run], more: Sequence[str] = ()) -> Comparison:
     everything = {name for run in runs for name in run.columns}
     for name in more:
         if name not in everything:
-            raise ConfigError(f"No run has a column {name!r}.{nearest(name, everything)} There are: {_list(everything)}.")
+            raise ConfigError(
+                f"No run has a column {name!r}.{nearest(name, everything)} There are: {_list(everything)}."
+            )
     if not set.intersection(*(set(run.columns) for run in runs)):
         raise ConfigError("These runs have no column of metrics.csv in common, so there is nothing to compare.")
     return Comparison(
