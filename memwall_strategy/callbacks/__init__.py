@@ -13,8 +13,8 @@
 
 Lightning exists under two names with two ``Callback`` classes. ``memwall_strategy.callbacks.lightning`` and
 ``memwall_strategy.callbacks.pytorch_lightning`` have the callbacks for each; names taken from this module are
-``lightning``'s, unless the process has imported ``pytorch_lightning`` and not ``lightning.pytorch`` by then. The
-strategy takes up either kind under either package.
+``lightning``'s, unless the process has imported ``pytorch_lightning`` and not ``lightning.pytorch`` when it asks for
+the first one. The strategy takes up either kind under either package.
 
 Nothing is imported before a name is asked for.
 """
@@ -22,7 +22,9 @@ Nothing is imported before a name is asked for.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 __all__ = ["DynamicClustering", "Overlap", "PooledMemory", "Rollback", "Telemetry", "TopologyBalance"]
@@ -31,8 +33,13 @@ __all__ = ["DynamicClustering", "Overlap", "PooledMemory", "Rollback", "Telemetr
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_chosen(), name)
+
+
+@cache
+def _chosen() -> ModuleType:
     only_the_other = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
-    return getattr(import_module(f"{__name__}.{'pytorch_lightning' if only_the_other else 'lightning'}"), name)
+    return import_module(f"{__name__}.{'pytorch_lightning' if only_the_other else 'lightning'}")
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
+from memwall_strategy.callbacks.pillars import MemwallCallback, PillarCallback
 from memwall_strategy.engine.lightning_bridge import trainer_package
-from memwall_strategy.lightning.pillars import MemwallCallback, PillarCallback
 from memwall_strategy.telemetry.callback import TelemetryMethods
 
 PILLARS = {

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from memwall_strategy.callbacks.pillars import configured
 from memwall_strategy.config import MemwallConfig
 from memwall_strategy.core.block import Phase
 from memwall_strategy.core.errors import ConfigError, MemwallError
@@ -36,7 +37,6 @@ from memwall_strategy.engine.processes import die_with_parent
 from memwall_strategy.engine.sharding import data_parallel_mesh, is_sharded
 from memwall_strategy.engine.sync_norm import synchronize_batch_norms
 from memwall_strategy.lightning.checkpoints import CheckpointMethods
-from memwall_strategy.lightning.pillars import configured
 from memwall_strategy.lightning.precision import precision_class
 from memwall_strategy.lightning.world import WorldMethods, choose_precision, divided, read_options, sum_for
 from memwall_strategy.runtime import Runtime

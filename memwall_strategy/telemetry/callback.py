@@ -91,6 +91,8 @@ class TelemetryMethods:
             for logger in trainer.loggers:
                 logger.log_metrics(row, step=step)
 
+        for run in self._wandb:  # of a fit before this one: the strategy tells of an error after the callbacks heard of it
+            run.leave()
         if trainer.is_global_zero and (loggers := _wandb_loggers(trainer.loggers)):
             from memwall_strategy.telemetry.wandb_run import WandbRun  # imports wandb
 
@@ -119,7 +121,7 @@ class TelemetryMethods:
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.train_s = time.perf_counter() - self._start_s
-        self.peak_bytes = self._recorder.peak_bytes()
+        self.peak_bytes = self._recorder.peak_bytes() if self._recorder is not None else {}
         trainer.strategy.events.emit(EventKind.RUN_ENDED, steps=trainer.strategy.runtime.steps)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -127,23 +129,26 @@ class TelemetryMethods:
         if hasattr(trainer.strategy, "runtime"):
             kind = EventKind.RUN_FAILED if failed else EventKind.RUN_STOPPED
             trainer.strategy.events.emit(kind, error=type(exception).__name__, message=str(exception))
-        self._close("failed" if failed else "stopped")
+        self._close(trainer, "failed" if failed else "stopped")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._close("success")  # the loggers have written their last rows by then
+        self._close(trainer, "success")
 
-    def _close(self, status: str) -> None:
+    def _close(self, trainer: Any, status: str) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
+            for log in _run_logs(trainer):
+                log.flush()  # the summary is made from the file
             recorder.close(status)
             self.event_counts = recorder.counts
-        for run in self._wandb:
-            run.leave()
-        self._wandb = []
 
     def _folder(self, trainer: Any) -> RunFolder | None:
-        logs = [logger for logger in trainer.loggers if isinstance(logger, RunLogMethods)]
+        logs = _run_logs(trainer)
         return logs[-1].folder if logs else None
+
+
+def _run_logs(trainer: Any) -> list[RunLogMethods]:
+    return [logger for logger in trainer.loggers if isinstance(logger, RunLogMethods)]
 
 
 def _wandb_loggers(loggers: list[Any]) -> list[Any]:

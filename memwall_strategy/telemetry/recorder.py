@@ -128,7 +128,7 @@ class Recorder:
         }
 
     def close(self, status: str = "success", *, threads: int = 1, more: Mapping[str, Any] | None = None) -> None:
-        """The run is over: end the profile, write ``summary.json``, listen no longer."""
+        """The run is over: end the profile and write ``summary.json``. Events still reach ``events.jsonl``."""
         if self._profile is not None:
             self._profile.close()
         if self._csv is not None:
@@ -145,8 +145,6 @@ class Recorder:
                 **(more or {}),
             })  # fmt: skip
         events.unsubscribe(self._count)
-        if self._folder is not None:
-            events.unsubscribe(self._folder.write_event)
 
     def _write_row(self, row: dict[str, float], step: int) -> None:
         assert self._csv is not None

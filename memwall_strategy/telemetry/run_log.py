@@ -52,6 +52,11 @@ class RunLogMethods:
         """The run folder has the whole configuration already."""
 
     @rank_zero_only
+    def flush(self) -> None:
+        """Write the row that has not been written yet."""
+        self._write()
+
+    @rank_zero_only
     def finalize(self, status: str) -> None:
         """Write the last row; called at the end and when the run failed."""
         self._write()

@@ -35,7 +35,8 @@ def trainer(*, deep: bool = False, **more: Any) -> Any:
     )
     parameter = torch.nn.Parameter(torch.zeros(1))
     return SimpleNamespace(**{
-        "strategy": SimpleNamespace(runtime=runtime, events=runtime.events), "ckpt_path": None, "global_step": 0, "log_every_n_steps": 1, "is_global_zero": True,
+        "strategy": SimpleNamespace(runtime=runtime, events=runtime.events), "ckpt_path": None,
+        "global_step": 0, "log_every_n_steps": 1, "is_global_zero": True,
         "optimizers": [torch.optim.SGD([parameter], lr=0.5)], "loggers": [], "max_steps": 20,
         "callback_metrics": {}, "sanity_checking": False, "estimated_stepping_batches": 20, **more,
     })  # fmt: skip
