@@ -35,6 +35,8 @@ class RunWandbLogger(WandbLogger):
         self.mode = options.mode
         self.events: Events | None = None
         self._failed = self._started = False
+        self._row: dict[str, float] = {}
+        self._row_step: int | None = None
 
     @rank_zero_only
     def start(self, events: Events, config: Mapping[str, Any]) -> None:
@@ -55,10 +57,24 @@ class RunWandbLogger(WandbLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        if self._failed:
+        """Parts of one step go to W&B together, when the next step's first part comes: each call costs."""
+        if step != self._row_step:
+            self._send()
+            self._row_step = step
+        self._row |= metrics
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self._send()
+        if not self._failed:
+            super().finalize(status)
+
+    def _send(self) -> None:
+        row, self._row = self._row, {}
+        if not row or self._failed:
             return
         try:
-            super().log_metrics(metrics, step)
+            super().log_metrics(row, self._row_step)
         except (OSError, wandb.Error) as error:
             self._fail(error)
 
@@ -68,6 +84,7 @@ class RunWandbLogger(WandbLogger):
         if not self._started:
             return
         self._started = False
+        self._send()
         try:
             folder = Path(self.experiment.dir).parent
             self.experiment.finish(exit_code=exit_code)
