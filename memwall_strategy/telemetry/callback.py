@@ -91,7 +91,7 @@ class TelemetryMethods:
             for logger in trainer.loggers:
                 logger.log_metrics(row, step=step)
 
-        for run in self._wandb:  # of a fit before this one: the strategy tells of an error after the callbacks heard of it
+        for run in self._wandb:  # of a fit before this one; not left at its end: the strategy tells of errors later
             run.leave()
         if trainer.is_global_zero and (loggers := _wandb_loggers(trainer.loggers)):
             from memwall_strategy.telemetry.wandb_run import WandbRun  # imports wandb
