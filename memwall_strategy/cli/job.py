@@ -30,7 +30,7 @@ from memwall_strategy.recipes.text.cache import TokenFiles
 from memwall_strategy.telemetry.callback import TelemetryMethods
 from memwall_strategy.telemetry.csv_log import read_csv
 from memwall_strategy.telemetry.progress import run_console
-from memwall_strategy.telemetry.run_log import run_log_class
+from memwall_strategy.telemetry.run_log import StartedLogger, run_log_class
 from memwall_strategy.telemetry.summary import environment, hold_claims, run_figures
 
 
@@ -57,6 +57,9 @@ def train(settings: Settings, part: Launch, tokens: TokenFiles | None) -> dict[s
     plan = plan_run(
         settings, module, _try_out(plain, optimizer, scheduler), trainer.world_size, trainer.strategy.root_device
     )
+    ours = [logger for logger in loggers if isinstance(logger, StartedLogger)]
+    for logger in ours:
+        logger.start(events, plain)
     if part.is_first:
         part.folder.write_config(OmegaConf.to_yaml(plain))
         part.folder.write_plan(plan.to_json())
@@ -65,9 +68,6 @@ def train(settings: Settings, part: Launch, tokens: TokenFiles | None) -> dict[s
         console.print(plan.table(), end="\n\n")
     if telemetry is not None:
         telemetry.plan = plan
-    ours = [logger for logger in loggers if hasattr(logger, "finish")]
-    for logger in ours:
-        logger.start(events, plain)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume)
     finally:

@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning_utilities.core.rank_zero import rank_zero_only  # the one that both Lightning packages use
 
 from memwall_strategy.telemetry.csv_log import STEP, CsvLog
+from memwall_strategy.telemetry.events import Events
 from memwall_strategy.telemetry.run_folder import RunFolder
+
+
+@runtime_checkable
+class StartedLogger(Protocol):
+    """A logger that starts before any rank exists, so that it can be refused, and is ended after the run."""
+
+    def start(self, events: Events, config: Mapping[str, Any]) -> None: ...
+
+    def finish(self, exit_code: int) -> None: ...
 
 
 class RunLogMethods:

@@ -22,7 +22,8 @@ from recipes.compare.runs import read_runs, short_names
 
 def make_run(
     folder: Path, steps: int, *, loss: Callable[[int], float] = lambda step: 5.0 - 0.1 * step,
-    step_s: float | None = 0.5, config: str | None = "optimizer:\n  lr: 0.001\nseed: 0\n", status: str | None = "success",
+    step_s: float | None = 0.5, config: str | None = "optimizer:\n  lr: 0.001\nseed: 0\n",
+    status: str | None = "success",
 ) -> Path:  # fmt: skip
     folder.mkdir(parents=True)
     log = CsvLog(folder / "metrics.csv")
