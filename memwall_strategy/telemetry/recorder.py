@@ -24,7 +24,7 @@ from memwall_strategy.telemetry.csv_log import STEP, CsvLog, read_csv
 from memwall_strategy.telemetry.events import Event, EventKind
 from memwall_strategy.telemetry.options import TelemetryConfig
 from memwall_strategy.telemetry.profile import StepProfile
-from memwall_strategy.telemetry.run_folder import TRACE_JSON, RunFolder
+from memwall_strategy.telemetry.run_folder import PROFILE_JSON, RunFolder
 from memwall_strategy.telemetry.summary import environment, run_figures
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Recorder:
                 limit_bytes=plan.limit_bytes, fits=plan.fits,
             )  # fmt: skip
         if folder is not None and events.rank == 0 and self._config.profile:
-            self._profile = StepProfile(runtime, self._config, folder.path / TRACE_JSON)
+            self._profile = StepProfile(runtime, self._config, folder.path / PROFILE_JSON)
 
     def step(
         self,

@@ -21,7 +21,7 @@ EVENTS_JSONL = "events.jsonl"
 SUMMARY_JSON = "summary.json"
 PLAN_JSON = "plan.json"
 CONFIG_YAML = "config.yaml"
-TRACE_JSON = "trace.json"
+PROFILE_JSON = "profile.json"
 CHECKPOINTS = "checkpoints"
 _MOST_RUNS_A_SECOND = 100
 

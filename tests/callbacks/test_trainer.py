@@ -169,7 +169,7 @@ def test_telemetry_to_any_logger_and_folder(here: Here) -> None:
     assert summary["figures"]["train/steps"] == 5 and summary["environment"]["ranks"] == 2, summary
     assert summary["memory"]["measured"]["step"]["param"] > 0
 
-    trace = json.loads((run / "trace.json").read_text())["traceEvents"]
+    trace = json.loads((run / "profile.json").read_text())["traceEvents"]
     rows_named = {e["args"]["name"] for e in trace if e["name"] == "thread_name"}
     assert {"lane gather", "lane reduce", "training thread"} <= rows_named
     spans = [e for e in trace if e.get("ph") == "X"]
@@ -180,7 +180,7 @@ def test_telemetry_to_any_logger_and_folder(here: Here) -> None:
         slack_us = 1000
         assert outer["ts"] - slack_us < inner["ts"]
         assert inner["ts"] + inner["dur"] < outer["ts"] + outer["dur"] + slack_us
-    assert sorted(p.name for p in run.iterdir()) == ["events.jsonl", "metrics.csv", "summary.json", "trace.json"]
+    assert sorted(p.name for p in run.iterdir()) == ["events.jsonl", "metrics.csv", "summary.json", "profile.json"]
 
 
 @on_ranks(2)

@@ -108,7 +108,7 @@ def test_many_loggers_and_a_profile_at_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     names = {p.name for p in (tmp_path / "run").iterdir()}
     assert names == {"config.yaml", "events.jsonl", "metrics.csv", "plan.json", "summary.json", "tensorboard",
-                     "trace.json", "wandb"}  # fmt: skip
+                     "profile.json", "wandb"}  # fmt: skip
     assert [*(tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*")]
     assert [*(tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")]
     assert "wandb sync" in done.stdout and "\r" not in done.stdout and "\x1b" not in done.stdout
