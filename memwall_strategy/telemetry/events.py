@@ -11,10 +11,15 @@ import math
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
+
+
+_KEPT = 100
+"""Events kept for who listens later."""
 
 
 class EventKind(StrEnum):
@@ -171,13 +176,22 @@ class Events:
         self.rank = rank
         self.step = 0
         self._sinks: list[Callable[[Event], None]] = []
+        self._told: deque[Event] = deque(maxlen=_KEPT)
         self._mutex = threading.RLock()  # a sink may emit: a logger that failed does
 
-    def subscribe(self, sink: Callable[[Event], None]) -> None:
-        """Call ``sink`` with every later event; a second time for the same sink changes nothing."""
+    def subscribe(self, sink: Callable[[Event], None], *, from_start: bool = False) -> None:
+        """Call ``sink`` with every later event; a second time for the same sink changes nothing.
+
+        Args:
+            from_start: also with those told before, as far back as they are kept.
+        """
         with self._mutex:
-            if sink not in self._sinks:
-                self._sinks.append(sink)
+            if sink in self._sinks:
+                return
+            self._sinks.append(sink)
+            if from_start:
+                for event in self._told:
+                    self._give(sink, event)
 
     def unsubscribe(self, sink: Callable[[Event], None]) -> None:
         """Leave a sink out; one that is not there is no error."""
@@ -198,13 +212,17 @@ class Events:
             raise TypeError(f"event {kind} has the fields {sorted(EVENTS[kind].fields)}; wrong: {sorted(missing)}")
         event = Event(time.time(), self.step, self.rank, kind, fields)
         with self._mutex:
+            self._told.append(event)
             for sink in list(self._sinks):
-                try:
-                    sink(event)
-                except OSError as error:
-                    self.unsubscribe(sink)
-                    warnings.warn(f"events are no longer written: {error}", stacklevel=2)
+                self._give(sink, event)
         return event
+
+    def _give(self, sink: Callable[[Event], None], event: Event) -> None:
+        try:
+            sink(event)
+        except OSError as error:
+            self.unsubscribe(sink)
+            warnings.warn(f"events are no longer written: {error}", stacklevel=4)
 
 
 def _plain(value: Any) -> Any:

@@ -75,7 +75,7 @@ class Recorder:
         events.subscribe(self._count)
         if folder is not None:
             folder.make()
-            events.subscribe(folder.write_event)
+            events.subscribe(folder.write_event, from_start=True)
             if events.rank == 0 and metrics_csv:
                 self._csv = CsvLog(folder.metrics)
                 self._sinks.append(self._write_row)

@@ -180,7 +180,7 @@ def test_telemetry_to_any_logger_and_folder(here: Here) -> None:
         slack_us = 1000
         assert outer["ts"] - slack_us < inner["ts"]
         assert inner["ts"] + inner["dur"] < outer["ts"] + outer["dur"] + slack_us
-    assert sorted(p.name for p in run.iterdir()) == ["events.jsonl", "metrics.csv", "summary.json", "profile.json"]
+    assert sorted(p.name for p in run.iterdir()) == ["events.jsonl", "metrics.csv", "profile.json", "summary.json"]
 
 
 @on_ranks(2)

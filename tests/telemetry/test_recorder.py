@@ -13,7 +13,7 @@ from memwall_strategy.core.block import Kind, Phase
 from memwall_strategy.planner import ClusterSpec, ModelSpec, ParameterSpec, UnitSpec, plan
 from memwall_strategy.telemetry import names
 from memwall_strategy.telemetry.csv_log import read_csv
-from memwall_strategy.telemetry.events import Event, Events
+from memwall_strategy.telemetry.events import Event, EventKind, Events
 from memwall_strategy.telemetry.options import TelemetryConfig
 from memwall_strategy.telemetry.recorder import Recorder
 from memwall_strategy.telemetry.run_folder import RunFolder
@@ -45,6 +45,7 @@ def test_rows_files_and_summary_without_a_trainer(tmp_path: Path) -> None:
     runtime, seen = Runtime(), []
     unit = UnitSpec("block", (ParameterSpec("block.w", (4, 4)),))
     made = plan(ModelSpec((unit,)), ClusterSpec(world=1))
+    runtime.events.emit(EventKind.RUN_RESUMED, path="before the recorder was made")
     recorder = Recorder(
         runtime, [lambda values, step: seen.append((step, values))], folder=RunFolder(tmp_path / "a" / "b"), plan=made
     )
@@ -60,7 +61,8 @@ def test_rows_files_and_summary_without_a_trainer(tmp_path: Path) -> None:
     assert summary["figures"]["train/loss_ratio"] == pytest.approx(4.0 / 5.0)
     assert summary["memory"]["measured"] == {"step": {"param": 64}} and summary["events"] == {"plan": 1}
     events = (tmp_path / "a" / "b" / "events.jsonl").read_text().splitlines()
-    assert json.loads(events[0])["fields"]["resident_bytes"] == made.resident_bytes
+    assert [json.loads(event)["kind"] for event in events] == ["run_resumed", "plan"]
+    assert json.loads(events[1])["fields"]["resident_bytes"] == made.resident_bytes
 
 
 def test_other_ranks_write_nothing_but_alerts(tmp_path: Path) -> None:
