@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
 
-
 _KEPT = 100
 """Events kept for who listens later."""
 
