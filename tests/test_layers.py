@@ -30,11 +30,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "telemetry": {"core", "config", "planner"},
     **dict.fromkeys(PILLARS, BELOW_PILLARS),
     "runtime": BELOW_PILLARS | PILLARS,
-    "lightning": BELOW_FRONT_ENDS,
+    "lightning": {*BELOW_FRONT_ENDS, "callbacks"},
     "accelerate": BELOW_FRONT_ENDS,
-    "callbacks": {*BELOW_FRONT_ENDS, "lightning"},
+    "callbacks": BELOW_FRONT_ENDS,
     "recipes": {*BELOW_FRONT_ENDS - {"engine"}, "", "lightning", "accelerate", "callbacks"},
-    "cli": {*BELOW_FRONT_ENDS, "", "lightning", "recipes"},
+    "cli": {*BELOW_FRONT_ENDS, "", "lightning", "callbacks", "recipes"},
     "conf": set(),
 }
 """Layer -> the other layers that it may import; each may import itself. ``""`` is ``memwall_strategy`` itself."""

@@ -47,8 +47,6 @@ class LastCheckpoint(Checkpoint):
             return
         self._saved_step = step
         trainer.save_checkpoint(self._folder.checkpoints / LAST)
-        if trainer.is_global_zero:
-            self._folder.event("checkpoint", path=LAST, step=step)
 
 
 def checkpoint_callbacks(options: CheckpointsOptions, folder: RunFolder) -> list[Checkpoint]:

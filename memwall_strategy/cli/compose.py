@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 import memwall_strategy
-from memwall_strategy.cli.schema import find_doc, register
+from memwall_strategy.cli.schema import ENTRIES, find_doc, register
 from memwall_strategy.core.errors import ConfigError, nearest
 
 CONFIG_FOLDER = Path(memwall_strategy.__file__).parent / "conf"
@@ -95,6 +95,10 @@ def _explain(cause: BaseException, parsed: list[Override], folder: Path, name: s
 
 def _unknown_key(key: str, folder: Path, name: str) -> str:
     """Name the first part of a dotted key that does not exist, what exists beside it, and the nearest option."""
+    group, _, entry = key.partition(".")
+    if entry in ENTRIES.get(group, {}):
+        choice = entry if entry in groups(folder).get(group, []) else "default"
+        return f"This run has no {key!r}. Choose a {group} that has it, such as {group}={choice}."
     config = OmegaConf.to_container(compose(name), resolve=False)
     node: object = config
     parent: list[str] = []

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from memwall_strategy.cli import options as cli
 from memwall_strategy.cli.compose import CONFIG_FOLDER, compose_run, groups
-from memwall_strategy.cli.schema import GROUPS, STRATEGY_FIELDS, OptionDoc, option_docs
+from memwall_strategy.cli.schema import ENTRIES, GROUPS, STRATEGY_FIELDS, OptionDoc, option_docs
 
 _WIDTH = 118
 _NAME_WIDTH = 36
@@ -43,11 +43,24 @@ def help_text(overrides: Sequence[str] = ()) -> str:
     lines += _section("", option_docs(cli.TrainOptions, _simple(cli.TrainOptions)), top)
     lines += _section("checkpoints.", option_docs(cli.CheckpointsOptions), plain["checkpoints"])
     for group, classes in GROUPS.items():
+        if group in ENTRIES:
+            lines += _entries(group, plain[group])
+            continue
         cls = max(classes, key=lambda c: len({f.name for f in dataclasses.fields(c)} & set(plain[group])))
         only = STRATEGY_FIELDS if group == "strategy" else None
         lines += ["", f"{group}: {(cls.__doc__ or '').splitlines()[0]}"]
         lines += _section(f"{group}.", option_docs(cls, only), plain[group])
     return "\n".join(lines)
+
+
+def _entries(group: str, nodes: dict[str, Any]) -> list[str]:
+    """Options of the loggers or callbacks that this run has."""
+    lines: list[str] = []
+    for name, (cls, _) in ENTRIES[group].items():
+        if name in nodes:
+            lines += ["", f"{group}.{name}: {(cls.__doc__ or '').splitlines()[0]}"]
+            lines += _section(f"{group}.{name}.", option_docs(cls), nodes[name])
+    return lines
 
 
 def _simple(cls: type) -> tuple[str, ...]:

@@ -21,19 +21,17 @@ from memwall_strategy.cli.checkpoints import checkpoint_callbacks
 from memwall_strategy.cli.launch import Launch
 from memwall_strategy.cli.planning import plan_run
 from memwall_strategy.cli.report import print_summary
+from memwall_strategy.cli.schema import ENTRIES
 from memwall_strategy.cli.settings import Settings
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.lightning import MemwallStrategy
 from memwall_strategy.planner import Plan
 from memwall_strategy.recipes.text.cache import TokenFiles
-from memwall_strategy.telemetry.callback import Telemetry
+from memwall_strategy.telemetry.callback import TelemetryMethods
 from memwall_strategy.telemetry.csv_log import read_csv
-from memwall_strategy.telemetry.progress import StepProgress
-from memwall_strategy.telemetry.run_log import RunLog
+from memwall_strategy.telemetry.progress import run_console
+from memwall_strategy.telemetry.run_log import StartedLogger, run_log_class
 from memwall_strategy.telemetry.summary import environment, hold_claims, run_figures
-
-_LOG_WIDTH = 120
-"""Columns of what is printed where there is no terminal to ask."""
 
 
 def train(settings: Settings, part: Launch, tokens: TokenFiles | None) -> dict[str, float]:
@@ -43,35 +41,38 @@ def train(settings: Settings, part: Launch, tokens: TokenFiles | None) -> dict[s
         ConfigError: found here, before any process starts, what needs torch to be found.
     """
     _quiet()
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _LOG_WIDTH
+    console = run_console()
     L.seed_everything(settings.run.seed, workers=True, verbose=False)
     plain = settings.plain
     optimizer, scheduler = _make(plain["optimizer"]), _make(plain["scheduler"])
     module = _make(plain["model"], _partial_=True)(optimizer=optimizer, scheduler=scheduler)
     data = _make(plain["data"])
-    telemetry = Telemetry()
-    progress = StepProgress(telemetry, console, settings.run.progress_every_n_steps)
-    trainer = _trainer(settings, part, [telemetry, progress])
+    callbacks = [_make(node) for node in plain["callbacks"].values()]
+    telemetry = next((each for each in callbacks if isinstance(each, TelemetryMethods)), None)
+    loggers = _loggers(settings, part)
+    trainer = _trainer(settings, part, callbacks, loggers)
+    events = trainer.strategy.events
+    events.subscribe(part.folder.write_event)
     resume = str(part.checkpoint) if part.checkpoint else None
     plan = plan_run(
         settings, module, _try_out(plain, optimizer, scheduler), trainer.world_size, trainer.strategy.root_device
     )
+    ours = [logger for logger in loggers if isinstance(logger, StartedLogger)]
+    for logger in ours:
+        logger.start(events, plain)
     if part.is_first:
         part.folder.write_config(OmegaConf.to_yaml(plain))
         part.folder.write_plan(plan.to_json())
-        part.folder.event("start", ranks=trainer.world_size, checkpoint=resume)
         if tokens is not None:
             console.print(_describe(tokens.meta))
         console.print(plan.table(), end="\n\n")
+    if telemetry is not None:
+        telemetry.plan = plan
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume)
-    except BaseException as error:  # noted, and raised again
-        if part.is_first:
-            kind = "fault" if isinstance(error, Exception) else "stopped"
-            part.folder.event(kind, step=trainer.global_step, error=type(error).__name__, message=str(error))
-        raise
+    finally:
+        for logger in ours:
+            logger.finish(0 if trainer.state.finished else 1)
     if not trainer.is_global_zero:
         return {}
     return _summarize(settings, part, trainer, telemetry, plan, tokens, console)
@@ -119,13 +120,24 @@ def _try_out(plain: dict[str, Any], optimizer: Any, scheduler: Any) -> torch.opt
     return made
 
 
-def _trainer(settings: Settings, part: Launch, callbacks: list[L.Callback]) -> L.Trainer:
+def _loggers(settings: Settings, part: Launch) -> list[Any]:
+    """The run folder's, then those of the group ``logger``; a ``save_dir`` left open is the run folder."""
+    made = [run_log_class("lightning")(part.folder)]
+    for node in settings.plain["logger"].values():
+        more = {"save_dir": str(part.folder.path)} if node.get("save_dir", "") is None else {}
+        if node["_target_"] == ENTRIES["logger"]["wandb"][1]:
+            more["run_name"] = settings.run.name
+        made.append(_make(node, **more))
+    return made
+
+
+def _trainer(settings: Settings, part: Launch, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
     try:
         return L.Trainer(
             **asdict(settings.trainer),
             strategy=MemwallStrategy(settings.memwall),
             callbacks=[*callbacks, *checkpoint_callbacks(settings.run.checkpoints, part.folder)],
-            logger=RunLog(part.folder),
+            logger=loggers,
             default_root_dir=part.folder.path,
             enable_checkpointing=settings.run.checkpoints.enabled,
             enable_progress_bar=False,
@@ -139,29 +151,32 @@ def _summarize(
     settings: Settings,
     part: Launch,
     trainer: L.Trainer,
-    telemetry: Telemetry,
+    telemetry: TelemetryMethods | None,
     plan: Plan,
     tokens: TokenFiles | None,
     console: Console,
 ) -> dict[str, float]:
     figures = run_figures(read_csv(part.folder.metrics)[1])
-    figures["train/wall_s"] = telemetry.train_s
+    if telemetry is not None:
+        figures["train/wall_s"] = telemetry.train_s
+    measured = telemetry.peak_bytes if telemetry is not None else {}
     figures["run/wall_s"] = time.time() - psutil.Process().create_time()
     claims = hold_claims(settings.run.claims, figures)
     summary = {
+        "status": "success",
         "name": settings.run.name,
         "figures": figures,
         "claims": [asdict(claim) for claim in claims],
         "memory": {
             "predicted": {str(p): {str(k): n for k, n in kinds.items()} for p, kinds in plan.kind_peaks.items()},
-            "measured": telemetry.peak_bytes,
+            "measured": measured,
         },
+        "events": telemetry.event_counts if telemetry is not None else {},
         "text": tokens.meta if tokens else None,
         "environment": environment(trainer.world_size, torch.get_num_threads(), str(trainer.strategy.root_device)),
         "mfu_peak": "measured in the run: the best of a few large matrix products on each rank, in the run's precision",
         "seed": settings.run.seed,
     }
     part.folder.write_summary(summary)
-    part.folder.event("end", step=trainer.global_step)
-    print_summary(console, figures, claims, plan, telemetry.peak_bytes, part.folder.path)
+    print_summary(console, figures, claims, plan, measured, part.folder.path)
     return figures

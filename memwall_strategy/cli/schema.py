@@ -22,6 +22,7 @@ from memwall_strategy.cli import options as cli
 from memwall_strategy.config import MemwallConfig, OverlapConfig, PoolConfig, ResilienceConfig
 from memwall_strategy.recipes.gpt.options import GPTOptions
 from memwall_strategy.recipes.text.options import TextOptions
+from memwall_strategy.telemetry.options import ProgressOptions, TelemetryConfig, TensorBoardOptions, WandbOptions
 
 _MODULE = "memwall_strategy.recipes"
 GPT_TARGET = f"{_MODULE}.gpt.module.gpt"
@@ -38,8 +39,22 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "overlap": (OverlapConfig,),
     "resilience": (ResilienceConfig,),
     "paths": (cli.PathsOptions,),
+    "logger": (),
+    "callbacks": (),
 }
 """Group -> the dataclasses that describe its options."""
+
+ENTRIES: dict[str, dict[str, tuple[type, str]]] = {
+    "logger": {
+        "wandb": (WandbOptions, "memwall_strategy.telemetry.wandb_log.wandb_logger"),
+        "tensorboard": (TensorBoardOptions, "lightning.pytorch.loggers.TensorBoardLogger"),
+    },
+    "callbacks": {
+        "telemetry": (TelemetryConfig, "memwall_strategy.callbacks.lightning.Telemetry"),
+        "progress": (ProgressOptions, "memwall_strategy.telemetry.progress.StepProgress"),
+    },
+}
+"""Groups that hold any number of objects -> name -> options and class of ours; the user adds others by ``_target_``."""
 
 PILLARS = ("pool", "overlap", "resilience")
 """Groups that are parts of ``MemwallConfig``."""
@@ -58,6 +73,9 @@ def register() -> None:
         store(group="schema", name=name, node=_schema(cls))
     store(group="schema", name="paths", node=_schema(cli.PathsOptions))
     store(group="schema", name="trainer", node=_schema(cli.TrainerOptions))
+    for group, entries in ENTRIES.items():
+        for name, (cls, target) in entries.items():
+            store(group=f"schema/{group}", name=name, node=_schema(cls, target=target))
     store(group="schema/model", name="gpt", node=_schema(GPTOptions, target=GPT_TARGET))
     store(group="schema/data", name="text", node=_schema(TextOptions, target=TEXT_TARGET))
     for group, name, cls, target in (
@@ -150,7 +168,8 @@ def type_name(hint: Any) -> str:
 def find_doc(key: str) -> OptionDoc | None:
     """The documentation of a dotted option such as ``pool.device_budget``; None where there is none."""
     group, _, name = key.rpartition(".")
-    classes = {"": (cli.TrainOptions,), "checkpoints": (cli.CheckpointsOptions,), **GROUPS}.get(group, ())
+    entries = {f"{group}.{entry}": (cls,) for group, named in ENTRIES.items() for entry, (cls, _) in named.items()}
+    classes = {"": (cli.TrainOptions,), "checkpoints": (cli.CheckpointsOptions,), **GROUPS, **entries}.get(group, ())
     for cls in classes:
         for doc in option_docs(cls):
             if doc.name == name:

@@ -17,7 +17,7 @@ from memwall_strategy.cli.options import (
     TrainerOptions,
     TrainOptions,
 )
-from memwall_strategy.cli.schema import GPT_TARGET, GROUPS, PILLARS, TEXT_TARGET
+from memwall_strategy.cli.schema import ENTRIES, GPT_TARGET, GROUPS, PILLARS, TEXT_TARGET
 from memwall_strategy.config import MemwallConfig, config_from
 from memwall_strategy.core.errors import ConfigError, nearest
 from memwall_strategy.recipes.gpt.options import GPTOptions
@@ -66,8 +66,23 @@ def check(config: DictConfig) -> Settings:
         text=build(TextOptions, data, "data") if data.get("_target_") == TEXT_TARGET else None,
         plain=plain,
     )
+    for group in ENTRIES:
+        _check_entries(group, plain[group])
     _check_together(settings)
     return settings
+
+
+def _check_entries(group: str, nodes: Mapping[str, Any]) -> None:
+    """Loggers and callbacks: ours by their options, others by having a class at all."""
+    for name, node in nodes.items():
+        if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
+            raise ConfigError(
+                f"{group}.{name}={node!r} says no class. Write '+{group}.{name}._target_=my_package.MyClass', "
+                f"and its arguments as +{group}.{name}.argument=value."
+            )
+        cls, target = ENTRIES[group].get(name, (None, None))
+        if cls is not None and node["_target_"] == target:
+            build(cls, node, f"{group}.{name}")
 
 
 def build(cls: type[T], values: Mapping[str, Any], group: str) -> T:

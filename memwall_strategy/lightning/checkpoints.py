@@ -38,6 +38,7 @@ class CheckpointMethods:
             self.raw_optimizers(),
             asynchronous=self.config.async_checkpoint,
             timeout_s=self.config.timeout_s,
+            events=self.runtime.events,
         )
 
     def stop_checkpoints(self, *, failed: bool) -> None:
@@ -183,7 +184,10 @@ class FabricCheckpointMethods:
         checkpointer = held.get(id(module))
         if checkpointer is None:
             checkpointer = held[id(module)] = Checkpointer(
-                module, asynchronous=self.config.async_checkpoint, timeout_s=self.config.timeout_s
+                module,
+                asynchronous=self.config.async_checkpoint,
+                timeout_s=self.config.timeout_s,
+                events=self.runtimes[module].events,
             )
         checkpointer.optimizers = optimizers
         return checkpointer

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from memwall_strategy.callbacks.pillars import configured
 from memwall_strategy.config import MemwallConfig
 from memwall_strategy.core.block import Phase
 from memwall_strategy.core.errors import ConfigError, MemwallError
@@ -39,6 +40,7 @@ from memwall_strategy.lightning.checkpoints import CheckpointMethods
 from memwall_strategy.lightning.precision import precision_class
 from memwall_strategy.lightning.world import WorldMethods, choose_precision, divided, read_options, sum_for
 from memwall_strategy.runtime import Runtime
+from memwall_strategy.telemetry.events import Events
 
 _OUTSIDE_FORWARD = "mixed torch.Tensor and DTensor"
 """What torch says when a sharded weight meets a plain tensor: a weight was used outside its module's forward."""
@@ -60,7 +62,9 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
         options: fields of ``MemwallConfig``.
 
     Attributes:
+        config: as given, with what the trainer's callbacks say of their pillars from the environment's set-up on.
         runtime: the ``Runtime``, from set-up on; its metrics stay readable after training.
+        events: what happens, in every run of this strategy; subscribe before or while it runs.
 
     Raises:
         ConfigError: an unknown option or a value that cannot be.
@@ -74,8 +78,9 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
         process_group_backend: str | None = None,
         **options: Any,
     ) -> None:
-        self.config = read_options(config, options, "MemwallStrategy")
+        self.config = self._given_config = read_options(config, options, "MemwallStrategy")
         self.runtime: Runtime | None = None
+        self.events = Events()
         self._wanted_tensor_parallel = tensor_parallel_size
         self._failed = False
         self._training_data = False
@@ -86,6 +91,13 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
         )
 
     # -- set-up --
+
+    def setup_environment(self) -> None:
+        self.config = configured(self._given_config, self.lightning_module.trainer.callbacks)
+        if self.config != self._given_config:
+            self.check_world(self.num_processes * self.num_nodes)
+        super().setup_environment()
+        self.events.rank = self.global_rank
 
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
@@ -98,7 +110,9 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
         given = is_sharded(module)
         if given:
             materialize(module, self.root_device, trainer)
-        self.runtime = Runtime(self.config, mesh=self._data_mesh(), precision=self.precision_plugin.precision)
+        self.runtime = Runtime(
+            self.config, mesh=self._data_mesh(), precision=self.precision_plugin.precision, events=self.events
+        )
         if not given and self.syncs_batch_norms():
             synchronize_batch_norms(module, self.root_device.type)
         if not given and fitting and not module.automatic_optimization:
@@ -173,7 +187,7 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
     # -- one micro-batch, one step --
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.runtime.begin_step()
+        self.runtime.begin_batch()
         with self.runtime.phase(Phase.FORWARD), _explain_outside_forward():
             output = super().training_step(*args, **kwargs)
         self.runtime.count(output)

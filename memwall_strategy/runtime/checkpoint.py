@@ -29,8 +29,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -52,6 +54,7 @@ from memwall_strategy.engine.checkpoint.ranks import Ranks, message_group
 from memwall_strategy.engine.checkpoint.rng import restore_rng
 from memwall_strategy.engine.checkpoint.save import ShardedSave
 from memwall_strategy.engine.checkpoint.weights import export_safetensors
+from memwall_strategy.telemetry.events import EventKind, Events
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,6 +81,7 @@ class Checkpointer:
             ranks, made at the first save or load.
         asynchronous: ``save`` returns when blocks are copied; the rest runs in the background, one save at a time.
         timeout_s: longest wait for other ranks, and for a save in the background.
+        events: where saves, whole or failed, are told; None: nowhere.
     """
 
     def __init__(
@@ -88,7 +92,9 @@ class Checkpointer:
         process_group: ProcessGroup | None = None,
         asynchronous: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        events: Events | None = None,
     ) -> None:
+        self._events = Events() if events is None else events
         self.model, self.optimizers, self.timeout_s = model, list(optimizers), timeout_s
         self.asynchronous = asynchronous
         self._given_group = process_group
@@ -127,15 +133,20 @@ class Checkpointer:
             CheckpointError: on every rank, with the rank and the cause named; what was there before still stands.
         """
         self.wait()
-        job = ShardedSave(self._together(), path, step)
-        staged = self._lane is not None
-        job.prepare(lambda: self._collect(state_dict, with_optimizers), dict(extra or {}), stage=staged)
+        start_s, staged = time.perf_counter(), self._lane is not None
+        with self._telling_failure(path):
+            job = ShardedSave(self._together(), path, step)
+            job.prepare(lambda: self._collect(state_dict, with_optimizers), dict(extra or {}), stage=staged)
+            if self._lane is None:
+                job.finish()
         if self._lane is None:
-            job.finish()
+            self._tell_saved(path, start_s)
             return
         with self._mutex:
             self._in_flight = True
-        self._lane.submit(lambda: self._finish(job), transfer="save", unit=os.fspath(path), nbytes=job.staged_bytes)
+        self._lane.submit(
+            lambda: self._finish(job, path, start_s), transfer="save", unit=os.fspath(path), nbytes=job.staged_bytes
+        )
 
     def save_full(
         self,
@@ -151,7 +162,12 @@ class Checkpointer:
         The first rank's host memory holds the whole model and optimizer state meanwhile.
         """
         self.wait()
-        save_full(self._together(), path, lambda: self._collect(state_dict, with_optimizers), dict(extra or {}), step)
+        start_s = time.perf_counter()
+        with self._telling_failure(path):
+            save_full(
+                self._together(), path, lambda: self._collect(state_dict, with_optimizers), dict(extra or {}), step
+            )
+        self._tell_saved(path, start_s)
 
     def export_safetensors(self, path: str | os.PathLike[str]) -> None:
         """Write the weights as one safetensors file, one tensor in memory at a time."""
@@ -257,9 +273,24 @@ class Checkpointer:
         self._rng = source.rng
         return source.extra, difference
 
-    def _finish(self, job: ShardedSave) -> None:
+    @contextmanager
+    def _telling_failure(self, path: str | os.PathLike[str]) -> Iterator[None]:
         try:
-            job.finish()
+            yield
+        except CheckpointError as error:
+            self._events.emit(EventKind.CHECKPOINT_FAILED, path=os.fspath(path), message=str(error))
+            raise
+
+    def _tell_saved(self, path: str | os.PathLike[str], start_s: float) -> None:
+        self._events.emit(
+            EventKind.CHECKPOINT_SAVED, path=os.fspath(path), duration_s=round(time.perf_counter() - start_s, 6),
+            background=self._lane is not None,
+        )  # fmt: skip
+
+    def _finish(self, job: ShardedSave, path: str | os.PathLike[str], start_s: float) -> None:
+        try:
+            with self._telling_failure(path):
+                job.finish()
         except BaseException:
             with self._mutex:
                 self._in_flight = False
@@ -267,6 +298,7 @@ class Checkpointer:
         with self._mutex:
             self._in_flight = False
             gone, self._to_remove = self._to_remove, []
+        self._tell_saved(path, start_s)
         for path in gone:
             if os.path.lexists(path):
                 discard(path)

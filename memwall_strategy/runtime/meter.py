@@ -33,14 +33,25 @@ class StepMeter:
         self._start_s = 0.0
         self._tokens = 0
         self._ended = 0
+        # steps that ended within the present micro-batch (manual optimization): their tokens may be told later.
+        # A loop that marks no micro-batches means one step by it.
+        self._marked = False
+        self._batch_s = 0.0
+        self._batch_tokens = 0
 
     def look_at(self, model: nn.Module) -> None:
         """Compiled modules hide their operations: MFU is then left out."""
         self._countable = not any(is_compiled(module) for module in model.modules())
 
+    def begin_batch(self) -> None:
+        """A micro-batch comes: no step has ended in it yet."""
+        self._marked, self._batch_s, self._batch_tokens = True, 0.0, 0
+
     def begin(self) -> None:
         """Start the clock."""
         self._tokens = 0
+        if not self._marked:
+            self._batch_s, self._batch_tokens = 0.0, 0
         if self._ended >= _UNCOUNTED_STEPS and self._countable and not self._flops_per_step:
             self._peak = measured_peak_flops(self._device, self._dtype)
             self._count = FlopCount()
@@ -51,10 +62,22 @@ class StepMeter:
         """Tokens of one micro-batch of this rank."""
         self._tokens += tokens
 
+    def add_late_tokens(self, tokens: int) -> dict[str, float]:
+        """Tokens of a micro-batch in which one or more steps ended already; return what they change.
+
+        Steps that share a micro-batch (two optimizers, say) share its tokens: the rate is over the time of all.
+        """
+        if not self._batch_s:
+            return {}
+        self._batch_tokens += tokens
+        return {"memwall/tokens_per_s": self._batch_tokens * self._world / self._batch_s}
+
     def end(self, lanes: Mapping[str, LaneStats]) -> dict[str, float]:
         """Stop the clock and return the step's figures."""
         step_s = time.perf_counter() - self._start_s
         self._ended += 1
+        self._batch_s += step_s
+        self._batch_tokens += self._tokens
         self._stop_counting()
         exposed_s = sum(stats.exposed_s for stats in lanes.values())
         figures = {"memwall/step_s": step_s}

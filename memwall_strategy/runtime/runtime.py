@@ -7,7 +7,6 @@ the Lightning strategy and the others call the same few methods (``begin_step``,
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 
 from memwall_strategy.config import MemwallConfig, parse_size
 from memwall_strategy.core.block import Kind, Phase
-from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.core.errors import CollectiveError, ConfigError, PeerLost, TransferError
 from memwall_strategy.core.lane import Lane, Span
 from memwall_strategy.core.pillar import Pillar
 from memwall_strategy.core.unit import Unit
@@ -40,6 +39,8 @@ from memwall_strategy.engine.units import plan_sharding, recomputes_itself
 from memwall_strategy.planner import ModelSpec
 from memwall_strategy.pool.pillar import PoolPillar
 from memwall_strategy.runtime.meter import StepMeter
+from memwall_strategy.telemetry.events import EventKind, Events
+from memwall_strategy.telemetry.trace import write_lanes
 
 
 class Runtime:
@@ -50,8 +51,10 @@ class Runtime:
         mesh: the data-parallel mesh, from ``engine.sharding.data_parallel_mesh``.
         precision: see ``engine.precision``.
         pillars: in the order in which they act.
+        events: where the runtime tells what happens; None: an emitter of its own.
 
     Attributes:
+        events: the emitter, for pillars, front ends and whoever wants to listen.
         model: the sharded model, after ``setup``.
         optimizers: after ``add_optimizers``.
         model_spec: the model as the planner sees it; None where its owner sharded it.
@@ -71,12 +74,15 @@ class Runtime:
         mesh: DeviceMesh,
         precision: str = "32-true",
         pillars: Iterable[Pillar] = (),
+        events: Events | None = None,
     ) -> None:
         self.config = config
         self.mesh = mesh
         self.precision = canonical_precision(precision)
         self.pool = PoolPillar(config.pool) if config.pool.enabled else None
         self.pillars: list[Pillar] = [*([self.pool] if self.pool is not None else []), *pillars]
+        self.events = Events(dist.get_rank() if dist.is_initialized() else 0) if events is None else events
+        self.events.step = 0
         self.device = torch.device(
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
         )
@@ -93,6 +99,7 @@ class Runtime:
         self._roots: list[nn.Module] = []
         self._meter = StepMeter(self.device, compute_dtype(self.precision), world=mesh.size())
         self._in_step = False
+        self._tracing = config.overlap.trace
         self._trace: list[Span] = []
         self._last: dict[str, float] = {}
 
@@ -124,6 +131,10 @@ class Runtime:
         self._meter.look_at(model)
         for pillar in self.pillars:
             pillar.attach(self)
+        self.events.emit(
+            EventKind.RUN_STARTED, ranks=self.mesh.size(), device=str(self.device), precision=self.precision,
+            units=len(self.units), budget_bytes=self.budget_bytes,
+        )  # fmt: skip
         return model
 
     def _look_at(self, model: nn.Module, split: bool) -> ModelSpec:
@@ -179,6 +190,11 @@ class Runtime:
         return {} if lanes is None else {lanes.gather.name: lanes.gather, lanes.reduce.name: lanes.reduce}
 
     # -- one step --
+
+    def begin_batch(self) -> None:
+        """A micro-batch comes: tokens that are told after the optimizer stepped in it belong to its steps."""
+        self._meter.begin_batch()
+        self.begin_step()
 
     def step(
         self,
@@ -274,15 +290,20 @@ class Runtime:
                 with self.memory.phase(phase), saved:
                     yield
         finally:
-            if self.config.overlap.trace:
+            if self._tracing:
                 self._trace.append(Span("train", phase.value, "", start, time.perf_counter(), 0))
 
     def count(self, output: Any) -> torch.Tensor | None:
-        """Return the loss of a step's output and note the tokens it stands for, if it says so."""
+        """Return the loss of a step's output and note the tokens it stands for, if it says so.
+
+        In manual optimization the optimizer has stepped by then; the figures of that step are put right.
+        """
         if isinstance(output, dict):
             tokens = output.get("tokens")
-            if tokens is not None:
+            if tokens is not None and self._in_step:
                 self._meter.add_tokens(int(tokens))
+            elif tokens is not None:
+                self._last |= self._meter.add_late_tokens(int(tokens))
             return output.get("loss")
         return output
 
@@ -302,18 +323,25 @@ class Runtime:
         """The weights are those of the next step: take the figures of this one."""
         self._in_step = False
         self.steps += 1
+        self.events.step = self.steps
         stats = {name: lane.take_stats() for name, lane in self.lanes.items()}
-        for lane in self.lanes.values():
-            self._trace += lane.take_spans()
+        self._keep_spans()
         self._last = self._meter.end(stats)
         if self.memory is not None:
             self._last |= self._memory_metrics()
             if self.budget_bytes is not None:
-                self.memory.check_budget(self.budget_bytes)
+                self._check_budget()
             self._keep_peaks()
             self.memory.reset_peak()
         for pillar in self.pillars:
             pillar.after_step(self)
+
+    def _check_budget(self) -> None:
+        if self.memory.peak_bytes > self.budget_bytes:
+            self.events.emit(
+                EventKind.BUDGET_EXCEEDED, peak_bytes=self.memory.peak_bytes, budget_bytes=self.budget_bytes
+            )
+        self.memory.check_budget(self.budget_bytes)
 
     def _keep_peaks(self) -> None:
         for phase, kinds in self.memory.kind_peaks().items():
@@ -327,6 +355,7 @@ class Runtime:
         self._meter.abort()
         if self.model is None:
             return
+        self._tell(error)
         reset_aborted_step(self.model, self._fsdp_lanes)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -334,6 +363,16 @@ class Runtime:
             self.memory.refresh()
         for pillar in self.pillars:
             pillar.on_failure(self, error)
+
+    def _tell(self, error: BaseException) -> None:
+        text = str(error)
+        if isinstance(error, PeerLost):
+            self.events.emit(EventKind.PEER_LOST, ranks=error.ranks, message=text)
+        elif isinstance(error, CollectiveError):
+            self.events.emit(EventKind.COLLECTIVE_FAILED, ranks=error.ranks, message=text)
+        elif isinstance(error, TransferError):
+            self.events.emit(EventKind.LANE_FAILED, error=type(error).__name__, message=text)
+        self.events.emit(EventKind.STEP_ABORTED, error=type(error).__name__, message=text)
 
     # -- what others read --
 
@@ -357,10 +396,31 @@ class Runtime:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what ``state_dict`` returned; pillars that were not there then start fresh."""
-        self.steps = int(state["steps"])
+        self.steps = self.events.step = int(state["steps"])
         for pillar in self.pillars:
             if pillar.name in state["pillars"]:
                 pillar.load_state_dict(state["pillars"][pillar.name])
+
+    # -- traces --
+
+    def start_trace(self) -> float:
+        """Keep spans of the lanes and of the training thread's phases from now on; return now (perf_counter)."""
+        self._record_spans(True)
+        return time.perf_counter()
+
+    def stop_trace(self, since_s: float) -> list[Span]:
+        """The spans that began since then, in ``time.perf_counter`` seconds; ``overlap.trace`` alone keeps others."""
+        self._keep_spans()
+        taken = [span for span in self._trace if span.start_s >= since_s]
+        if not self.config.overlap.trace:
+            self._record_spans(False)
+            self._trace.clear()
+        return taken
+
+    def _record_spans(self, on: bool) -> None:
+        self._tracing = on
+        for lane in self.lanes.values():
+            lane.record_spans = on
 
     def write_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write the recorded transfers as a Chrome trace (load it in chrome://tracing or Perfetto).
@@ -370,19 +430,12 @@ class Runtime:
         """
         if not self.config.overlap.trace:
             raise ConfigError("there is no trace: set overlap.trace=true before training.")
+        self._keep_spans()
+        return write_lanes(path, self._trace, self.events.rank)
+
+    def _keep_spans(self) -> None:
         for lane in self.lanes.values():
             self._trace += lane.take_spans()
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        events = [
-            {
-                "name": f"{span.transfer} {span.unit}", "cat": span.lane, "ph": "X", "pid": rank, "tid": span.lane,
-                "ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6, "args": {"bytes": span.bytes},
-            }
-            for span in self._trace
-        ]  # fmt: skip
-        target = Path(path)
-        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        return target
 
     def close(self) -> None:
         """End threads, lanes and hooks; the model stays a plain FSDP2 model. Idempotent."""

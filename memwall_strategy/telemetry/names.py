@@ -32,6 +32,8 @@ UTILIZATION = "memwall/pool/utilization"
 EXPOSED_S = "memwall/overlap/exposed_s"
 EXPOSED_FRACTION = "memwall/overlap/exposed_fraction"
 LANE_BUSY_S = "memwall/overlap/lane_busy_s/<lane>"
+PREDICTED_DEVICE_BYTES = "memwall/plan/predicted_device_bytes"
+PREDICTED_DEVICE_PEAK_BYTES = "memwall/plan/predicted_device_peak_bytes"
 TRAIN_LOSS = "train/loss"
 VAL_LOSS = "val/loss"
 VAL_BITS_PER_BYTE = "val/bits_per_byte"
@@ -47,6 +49,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(EXPOSED_S, "s", "time in which rank 0's training thread waited for communication"),
     Metric(EXPOSED_FRACTION, "1", "that time over the step's time"),
     Metric(LANE_BUSY_S, "s", "time in which rank 0's lane was transferring"),
+    Metric(PREDICTED_DEVICE_BYTES, "B", "what the plan says a rank holds between two steps, gradients included"),
+    Metric(PREDICTED_DEVICE_PEAK_BYTES, "B", "what the plan says a rank holds at most in a step"),
     Metric(TRAIN_LOSS, "nats/token", "mean loss of the last micro-batch of rank 0"),
     Metric(VAL_LOSS, "nats/token", "mean loss over the validation sequences of all ranks"),
     Metric(VAL_BITS_PER_BYTE, "bits/byte", "that loss in bits; the ends of documents count as bytes"),

@@ -11,21 +11,31 @@ from rich.table import Column
 
 from memwall_strategy.config import format_size
 from memwall_strategy.telemetry import names
-from memwall_strategy.telemetry.callback import Telemetry
 
 _UPDATES_PER_S = 4
+_LOG_WIDTH = 120
+"""Columns of what is printed where there is no terminal to ask."""
+
+
+def run_console() -> Console:
+    """The console of a run: plain lines of one width where it is not a terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _LOG_WIDTH
+    return console
 
 
 class StepProgress(L.Callback):
     """Shows step, loss and the runtime's figures on rank 0.
 
     Args:
-        telemetry: where the figures come from; it must come before this callback.
         every_n_steps: steps between two lines where there is no terminal.
+        console: where to; default: standard output.
     """
 
-    def __init__(self, telemetry: Telemetry, console: Console, every_n_steps: int) -> None:
-        self._telemetry, self._console, self._every = telemetry, console, every_n_steps
+    def __init__(self, every_n_steps: int = 10, console: Console | None = None) -> None:
+        self._every = every_n_steps
+        self._console = run_console() if console is None else console
         self._bar: Progress | None = None
         self._seen_step = 0
         self._began = False
@@ -75,9 +85,10 @@ class StepProgress(L.Callback):
     def _figures(self, trainer: L.Trainer) -> str:
         loss = trainer.callback_metrics.get(names.TRAIN_LOSS)
         parts = [f"loss {float(loss):.3f}"] if loss is not None else []
+        figures = trainer.strategy.runtime.metrics()
         for name, shown in _SHOWN.items():
-            if name in self._telemetry.last:
-                parts.append(shown(self._telemetry.last[name]))
+            if name in figures:
+                parts.append(shown(figures[name]))
         return " | ".join(parts)
 
 

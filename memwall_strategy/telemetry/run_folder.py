@@ -1,4 +1,7 @@
-"""The folder of a run, which only rank 0 writes: configuration, plan, metrics, events, summary, checkpoints."""
+"""The folder of a run: configuration, plan, metrics, events, summary, checkpoints.
+
+Rank 0 writes it; other ranks append their alerts to ``events.jsonl`` and their shards to checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.telemetry.events import Event
 
 METRICS_CSV = "metrics.csv"
 EVENTS_JSONL = "events.jsonl"
 SUMMARY_JSON = "summary.json"
 PLAN_JSON = "plan.json"
 CONFIG_YAML = "config.yaml"
+PROFILE_JSON = "profile.json"
 CHECKPOINTS = "checkpoints"
 _MOST_RUNS_A_SECOND = 100
 
@@ -26,6 +31,12 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunFolder) and other.path == self.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
 
     @property
     def checkpoints(self) -> Path:
@@ -49,10 +60,32 @@ class RunFolder:
         """Keep the summary."""
         self._replace(SUMMARY_JSON, json.dumps(summary, indent=1) + "\n")
 
-    def event(self, kind: str, **facts: Any) -> None:
-        """Append one event with its time (seconds since 1970)."""
-        with (self.path / EVENTS_JSONL).open("a") as file:
-            file.write(json.dumps({"time_s": round(time.time(), 3), "event": kind, **facts}) + "\n")
+    def make(self) -> None:
+        """Make the folder where it is not there yet.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"The run folder {self.path} cannot be made ({error.strerror or error}). Name another folder."
+            ) from error
+
+    def write_event(self, event: Event) -> None:
+        """Append one event; of other ranks than the first, alerts alone.
+
+        One write of one line at the end of the file, so that lines of several processes do not mix.
+        """
+        if event.rank != 0 and not event.is_alert:
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        file = os.open(self.path / EVENTS_JSONL, flags, 0o666)
+        try:
+            os.write(file, f"{event.to_json()}\n".encode())
+        finally:
+            os.close(file)
 
     def remove_if_empty(self) -> None:
         """Leave no folder behind for a run that was refused."""

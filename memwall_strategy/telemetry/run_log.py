@@ -7,36 +7,47 @@ validation's means. Parts of one step become one row, which is written when the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only  # the one that both Lightning packages use
 
 from memwall_strategy.telemetry.csv_log import STEP, CsvLog
+from memwall_strategy.telemetry.events import Events
 from memwall_strategy.telemetry.run_folder import RunFolder
 
 
-class RunLog(Logger):
-    """Writes ``metrics.csv`` and the checkpoints' events; on other ranks than 0 it does nothing."""
+@runtime_checkable
+class StartedLogger(Protocol):
+    """A logger that starts before any rank exists, so that it can be refused, and is ended after the run."""
+
+    def start(self, events: Events, config: Mapping[str, Any]) -> None: ...
+
+    def finish(self, exit_code: int) -> None: ...
+
+
+class RunLogMethods:
+    """Writes ``metrics.csv``; on other ranks than 0 it does nothing. See ``run_log_class``."""
 
     def __init__(self, folder: RunFolder) -> None:
         super().__init__()
-        self._folder = folder
+        self.folder = folder
         self._csv = CsvLog(folder.metrics)
         self._row: dict[str, float] = {}
 
+    # A ModelCheckpoint without a folder of its own saves in save_dir/name/version/checkpoints.
     @property
     def name(self) -> str:
-        return self._folder.path.parent.name
+        return ""
 
     @property
     def version(self) -> str:
-        return self._folder.path.name
+        return ""
 
     @property
     def save_dir(self) -> str:
-        return str(self._folder.path)
+        return str(self.folder.path)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -51,10 +62,9 @@ class RunLog(Logger):
         """The run folder has the whole configuration already."""
 
     @rank_zero_only
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Note a checkpoint that a ``ModelCheckpoint`` saved."""
-        if checkpoint_callback.best_model_path:
-            self._folder.event("checkpoint", path=Path(checkpoint_callback.best_model_path).name)
+    def flush(self) -> None:
+        """Write the row that has not been written yet."""
+        self._write()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -66,3 +76,11 @@ class RunLog(Logger):
         if self._row:
             self._csv.write(self._row)
             self._row = {}
+
+
+@cache
+def run_log_class(namespace: str) -> type:
+    """``RunLog`` for ``lightning`` or ``pytorch_lightning``; it takes a ``RunFolder``."""
+    package = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}[namespace]
+    base = import_module(f"{package}.loggers").Logger
+    return type("RunLog", (RunLogMethods, base), {"__doc__": RunLogMethods.__doc__, "__module__": __name__})

@@ -1,13 +1,15 @@
 """What memwall's engine costs and what its lanes gain, beside stock FSDP2 under the same Trainer.
 
     python -m recipes.bench_engine                     # all figures, about 15 minutes on 2 cores
-    python -m recipes.bench_engine off --repeats 3     # one of: off, accounting, link
+    python -m recipes.bench_engine off --repeats 3     # one of: off, accounting, telemetry, link
 
 - ``off``: all pillars and lanes off against Lightning's ``ModelParallelStrategy`` with ``fully_shard``: step time from
   runs that alternate inside the same processes, peak resident memory from processes of their own, with glibc's
   thresholds fixed on both sides (by itself the allocator keeps 5 % more or less of what was freed). Loopback.
 - ``accounting``: CPU time of the training thread inside the memory account, over the step; beside it the account on
   against off, as above.
+- ``telemetry``: time of the training thread inside telemetry (its CPU time and what it waits for) and CPU time of the
+  threads that telemetry started, over the step, logging every step; loggers and callbacks as in ``memwall-train``.
 - ``link``: lanes on, two ranks in two network namespaces joined by a rate-limited link (root), every run in processes
   of its own, variants alternating.
 
@@ -35,8 +37,11 @@ MODEL = {"layers": 6, "heads": 8, "hidden": 512, "context": 256, "dropout": 0.0}
 """19 M parameters, like the peers' figures that the limits come from."""
 SMALL = {"layers": 4, "heads": 4, "hidden": 256, "context": 128, "dropout": 0.0}
 """3.3 M parameters: its steps are short, so that an overhead per unit would show."""
+NANO = {"layers": 4, "heads": 4, "hidden": 256, "context": 256, "dropout": 0.0}
+"""The model of ``experiment=gpt_nano``."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 """Gives freed memory back at once, so that a peak is what was held and not what glibc kept."""
+FIGURES = ("off", "accounting", "telemetry", "link")
 RUN_LIMIT_S = 600
 """Longest time that one run may take."""
 
@@ -152,6 +157,32 @@ def accounting(repeats: int) -> list[tuple[str, str, str, str]]:
     ]
 
 
+def telemetry(repeats: int) -> list[tuple[str, str, str, str]]:
+    """Telemetry's price at gpt_nano's size."""
+    task = {"model": NANO, "batch": 4, "steps": 40, "warmup": 4, "threads": 1, "variants": ["memwall"] * repeats}
+    rows = []
+    for kind, what in (("csv", "metrics.csv, events, progress"), ("wandb", "the same and W&B offline")):
+        shares, blocked, steps = [], [], []
+        for run in run_ranks({**task, "telemetry": kind}, None):
+            step_s = median_step(run)
+            steps.append(step_s)
+            shares += [
+                (thread + others) / step_s
+                for thread, others in zip(run["telemetry_s"], run["telemetry_others_s"], strict=True)
+            ]
+            blocked += [a - b for a, b in zip(run["telemetry_s"], run["telemetry_cpu_s"], strict=True)]
+        shares.sort()
+        median = statistics.median(shares)
+        spread = f"{median:.4f} ({shares[0]:.4f}..{shares[-1]:.4f}, {len(shares)} steps)"
+        step = statistics.median(steps)
+        how = (
+            f"{what}; every step logged, step {step * 1e3:.0f} ms, telemetry {median * step * 1e3:.2f} ms, "
+            f"of that blocked {statistics.median(blocked) * 1e3:.2f} ms; 3.3 M parameters, 1024 tokens a rank"
+        )
+        rows.append((f"telemetry ({kind}): threads' CPU + blocked time / step", "under 0.005", spread, how))
+    return rows
+
+
 def link(repeats: int, rate: str) -> list[tuple[str, str, str, str]]:
     """Lanes over a rate-limited link."""
     if reason := why_not():
@@ -181,20 +212,20 @@ def main() -> None:
     """Measure, then print claimed | measured | how."""
     parser = argparse.ArgumentParser(prog="python -m recipes.bench_engine", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("figures", nargs="*", default=["off", "accounting", "link"],
-                        help="which figures: off, accounting, link (default: all)")  # fmt: skip
+    parser.add_argument("figures", nargs="*", default=[*FIGURES],
+                        help=f"which figures: {', '.join(FIGURES)} (default: all)")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, help="pairs of runs for each figure (default 5)")
     parser.add_argument("--rate", default="400mbit", help="rate of the link, in tc's words (default 400mbit)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     arguments = parser.parse_args()
-    if unknown := set(arguments.figures) - {"off", "accounting", "link"}:
-        parser.error(f"unknown figure {', '.join(sorted(unknown))}; choose from off, accounting, link")
+    if unknown := set(arguments.figures) - set(FIGURES):
+        parser.error(f"unknown figure {', '.join(sorted(unknown))}; choose from {', '.join(FIGURES)}")
     if arguments.repeats < 1:
         parser.error("--repeats must be at least 1")
     rows = []
     for figure in arguments.figures:
         print(f"measuring {figure} ...", flush=True)
-        measure = {"off": off, "accounting": accounting}.get(figure)
+        measure = {"off": off, "accounting": accounting, "telemetry": telemetry}.get(figure)
         rows += measure(arguments.repeats) if measure else link(arguments.repeats, arguments.rate)
     header = ("figure", "limit", "measured", "how")
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(4)]

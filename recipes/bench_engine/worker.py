@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 import warnings
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -19,10 +22,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 from memwall_strategy import MemwallStrategy, OverlapConfig, PoolConfig, ResilienceConfig
+from memwall_strategy.callbacks.lightning import Telemetry
+from memwall_strategy.telemetry.progress import StepProgress
+from memwall_strategy.telemetry.run_folder import RunFolder
+from memwall_strategy.telemetry.run_log import run_log_class
+from memwall_strategy.telemetry.wandb_log import wandb_logger
 
 from ..gpt.module import GPTModule
 from ..gpt.options import GPTOptions
 from .account_clock import AccountClock
+from .telemetry_clock import TelemetryClock, wandb_threads_s
 
 
 class RandomTokens(Dataset):
@@ -69,6 +78,31 @@ class StepClock(L.Callback):
         self.losses.append(float(outputs["loss"]))
 
 
+class TelemetrySteps(L.Callback):
+    """Seconds that telemetry took of each step: on the training thread, of that its CPU time, and of W&B's threads."""
+
+    def __init__(self, clock: TelemetryClock) -> None:
+        self.clock = clock
+        self.thread_s: list[float] = []
+        self.cpu_s: list[float] = []
+        self.others_s: list[float] = []
+        self._before = (0.0, 0.0, 0.0)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        now = (self.clock.inside_s, self.clock.cpu_s, wandb_threads_s())
+        for values, new, old in zip((self.thread_s, self.cpu_s, self.others_s), now, self._before, strict=True):
+            values.append(new - old)
+        self._before = now
+
+
+def telemetry_of(kind: str, folder: Path) -> dict[str, Any]:
+    """A run's loggers and callbacks, as ``memwall-train`` makes them; ``kind`` is csv or wandb."""
+    loggers = [run_log_class("lightning")(RunFolder(folder))]
+    if kind == "wandb":
+        loggers.append(wandb_logger(save_dir=str(folder), project="bench"))
+    return {"logger": loggers, "callbacks": [Telemetry(), StepProgress()], "log_every_n_steps": 1}
+
+
 def strategy_of(variant: str, options: dict[str, Any]) -> Any:
     """The strategy of a variant of the bench."""
     if variant == "stock":
@@ -87,7 +121,12 @@ def strategy_of(variant: str, options: dict[str, Any]) -> Any:
     return MemwallStrategy(**parts[variant])
 
 
-def train(variant: str, task: dict[str, Any], account: AccountClock | None = None) -> dict[str, Any]:
+def train(
+    variant: str,
+    task: dict[str, Any],
+    account: AccountClock | None = None,
+    telemetry: TelemetryClock | None = None,
+) -> dict[str, Any]:
     """Train ``task["steps"]`` steps and return what the clock saw; the first ``task["warmup"]`` are dropped."""
     options = GPTOptions(**task["model"])
     L.seed_everything(0, verbose=False)
@@ -96,23 +135,44 @@ def train(variant: str, task: dict[str, Any], account: AccountClock | None = Non
     total = task["steps"] + task["warmup"]
     tokens = RandomTokens(total * task["batch"] * int(os.environ["WORLD_SIZE"]), options.context + 1, options.vocab)
     clock = StepClock(account)
-    trainer = L.Trainer(
-        strategy=strategy_of(variant, task), accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
-        max_steps=total, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[clock],
-    )  # fmt: skip
-    reset_peak_memory()
-    trainer.fit(module, DataLoader(tokens, batch_size=task["batch"]))
+    steps = None if telemetry is None else TelemetrySteps(telemetry)
+    kind, folder = task.get("telemetry"), tempfile.TemporaryDirectory() if telemetry else nullcontext()
+    with folder as name:
+        extra = telemetry_of(kind, Path(name)) if steps else {"callbacks": [], "logger": False}
+        extra["callbacks"] += [clock, *([steps] if steps else [])]
+        trainer = _fit(variant, task, module, tokens, total, extra)
+        if kind == "wandb":
+            extra["logger"][1].experiment.finish()
     figures = trainer.strategy.runtime.metrics() if variant != "stock" else {}
+    drop = task["warmup"]
     return {
         "variant": variant,
-        "step_s": clock.step_s[task["warmup"] :],
-        "account_s": clock.account_s[task["warmup"] :],
+        "step_s": clock.step_s[drop:],
+        "account_s": clock.account_s[drop:],
         "losses": clock.losses,
         "peak_bytes": peak_memory_bytes(),
         "metrics": figures,
-    }
+        # what comes after a step's end is seen at the start of the next
+        **({} if steps is None else {
+            "telemetry_s": steps.thread_s[drop + 1 :],
+            "telemetry_cpu_s": steps.cpu_s[drop + 1 :],
+            "telemetry_others_s": steps.others_s[drop + 1 :],
+        }),
+    }  # fmt: skip
+
+
+def _fit(
+    variant: str, task: dict[str, Any], module: L.LightningModule, tokens: Dataset, total: int, extra: dict[str, Any]
+) -> L.Trainer:
+    trainer = L.Trainer(
+        strategy=strategy_of(variant, task), accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
+        max_steps=total, max_epochs=1, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, **extra,
+    )  # fmt: skip
+    reset_peak_memory()
+    trainer.fit(module, DataLoader(tokens, batch_size=task["batch"]))
+    return trainer
 
 
 def constant(optimizer: torch.optim.Optimizer, total_steps: int) -> torch.optim.lr_scheduler.LRScheduler:
@@ -142,7 +202,11 @@ def main() -> None:
     if task.get("time_account"):
         account = AccountClock()
         account.install()
-    results = [train(variant, task, account) for variant in task["variants"]]
+    telemetry = None
+    if task.get("telemetry"):
+        telemetry = TelemetryClock()
+        telemetry.install()
+    results = [train(variant, task, account, telemetry) for variant in task["variants"]]
     if int(os.environ["RANK"]) == 0:
         with open(task["result"], "w") as file:
             json.dump(results, file)

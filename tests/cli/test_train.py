@@ -83,13 +83,12 @@ def test_train_then_resume(tmp_path: Path) -> None:
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         assert summary["memory"]["measured"]["step"][kind] == plan["resident"][kind] > 0, kind
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert (events[0]["event"], events[-1]["event"]) == ("start", "end")
-    assert {(e["path"], e.get("step")) for e in events if e["event"] == "checkpoint"} >= {
-        ("last.ckpt", 12),
-        ("last.ckpt", 24),
-        ("last.ckpt", 30),
-        ("best_step_12.ckpt", None),
-    }
+    assert [e["kind"] for e in events if e["kind"] != "checkpoint_saved"] == ["run_started", "plan", "run_ended"]
+    assert all(e["rank"] == 0 and e["severity"] == "info" for e in events)
+    assert [(Path(e["fields"]["path"]).name, e["step"]) for e in events if e["kind"] == "checkpoint_saved"] == [
+        ("best_step_12.ckpt", 12), ("last.ckpt", 12), ("best_step_24.ckpt", 24), ("last.ckpt", 24), ("last.ckpt", 30),
+    ]  # fmt: skip
+    assert summary["status"] == "success" and summary["events"]["checkpoint_saved"] == 5
 
     resumed = memwall_train(
         tmp_path, "ckpt_path=last", f"paths.run_folder={folder}", "trainer.max_steps=34", "trainer.val_check_interval=4"
@@ -101,7 +100,5 @@ def test_train_then_resume(tmp_path: Path) -> None:
     assert [loss for _, loss in continued[:30]] == losses
     assert continued[30][1] < 0.85 * losses[0], "not from fresh weights"
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [e["checkpoint"] and Path(e["checkpoint"]).name for e in events if e["event"] == "start"] == [
-        None,
-        "last.ckpt",
-    ]
+    assert [Path(e["fields"]["path"]).name for e in events if e["kind"] == "run_resumed"] == ["last.ckpt"]
+    assert sum(e["kind"] == "run_started" for e in events) == 2

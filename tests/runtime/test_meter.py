@@ -153,3 +153,32 @@ def test_flops_of_attention_and_its_backward() -> None:
 def test_peak_is_a_rate() -> None:
     peak = flops.measured_peak_flops(torch.device("cpu"), torch.float32)
     assert math.isfinite(peak) and peak > 1e6
+
+
+def test_tokens_told_after_the_step_belong_to_it(clock: Clock, peaks: list) -> None:
+    """Manual optimization: the optimizer steps inside ``training_step``, which returns the tokens."""
+    watch = make(world=2)
+    watch.begin_batch()
+    assert "memwall/tokens_per_s" not in one_step(watch, clock, seconds=0.5)
+    assert watch.add_late_tokens(30) == {"memwall/tokens_per_s": 30 * 2 / 0.5}
+
+
+def test_steps_of_one_batch_share_its_tokens(clock: Clock, peaks: list) -> None:
+    watch = make(world=1)
+    watch.begin_batch()
+    watch.begin()
+    watch.add_tokens(5)  # of a batch before this one, in which no optimizer stepped
+    watch.begin_batch()
+    clock.now_s += 1.0
+    watch.end({})
+    one_step(watch, clock, seconds=3.0)
+    assert watch.add_late_tokens(15) == {"memwall/tokens_per_s": 20 / 4.0}
+    watch.begin_batch()
+    assert watch.add_late_tokens(15) == {}, "no step ended in this batch"
+
+
+def test_a_loop_without_batches_has_one_step_a_batch(clock: Clock, peaks: list) -> None:
+    watch = make(world=1)
+    for _ in range(3):
+        one_step(watch, clock, seconds=2.0)
+        assert watch.add_late_tokens(10) == {"memwall/tokens_per_s": 5.0}

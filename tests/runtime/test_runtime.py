@@ -165,12 +165,13 @@ def test_trace_is_a_chrome_trace(here: Here) -> None:
     runtime.add_optimizers([optimizer])
     run(runtime, batches_of(here, "gpt", 4), optimizer, 2)
     written = json.loads(runtime.write_trace(here.folder / f"{here.rank}.json").read_text())
-    events = written["traceEvents"]
-    assert {event["tid"] for event in events} == {"gather", "reduce", "train"}
+    rows = {e["tid"]: e["args"]["name"] for e in written["traceEvents"] if e["name"] == "thread_name"}
+    assert set(rows.values()) == {"lane gather", "lane reduce", "training thread"}
+    events = [{**e, "tid": rows[e["tid"]].split()[-1]} for e in written["traceEvents"] if e["ph"] != "M"]
     for event in events:
         assert event["ph"] == "X" and event["pid"] == here.rank and event["dur"] >= 0 and event["ts"] > 0, event
         assert event["name"] and isinstance(event["args"]["bytes"], int)
-    forwards = [event for event in events if event["tid"] == "train" and event["name"].startswith("forward")]
+    forwards = [event for event in events if event["tid"] == "thread" and event["name"].startswith("forward")]
     assert len(forwards) == 4
     named = {event["name"] for event in events if event["tid"] == "gather"}
     assert any("blocks.0" in name for name in named), named

@@ -24,3 +24,9 @@ def test_every_metric_that_the_runtime_makes_is_described() -> None:
         made |= {f"{stem}<lane>" for stem in re.findall(r'f"(memwall/[a-z_/]+/){name}"', path.read_text())}
     assert names.STEP_S in made and names.LANE_BUSY_S in made
     assert made <= {metric.name for metric in names.METRICS}
+
+
+def test_the_readme_lists_every_metric_as_described() -> None:
+    readme = (PACKAGE.parent / "README.md").read_text()
+    rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in names.METRICS]
+    assert [row for row in rows if row not in readme] == []

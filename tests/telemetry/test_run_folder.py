@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.telemetry.events import EventKind, Events
 from memwall_strategy.telemetry.run_folder import RunFolder, create_run_folder
 
 
@@ -49,11 +50,15 @@ def test_files_are_replaced_whole_and_events_appended(tmp_path: Path) -> None:
     folder.write_config("seed: 2\n")
     folder.write_plan("{}")
     folder.write_summary({"figures": {"a": 1.5}})
-    folder.event("start", ranks=2)
-    folder.event("fault", error="PeerLost", message='a "quoted"\nline')
+    for rank in (0, 1):
+        events = Events(rank)
+        events.subscribe(folder.write_event)
+        events.emit(EventKind.RUN_ENDED, steps=2)
+        events.emit(EventKind.STEP_ABORTED, error="PeerLost", message='a "quoted"\nline')
     assert (tmp_path / "config.yaml").read_text() == "seed: 2\n"
     assert json.loads((tmp_path / "summary.json").read_text()) == {"figures": {"a": 1.5}}
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [e["event"] for e in events] == ["start", "fault"] and events[0]["ranks"] == 2
+    assert [(e["rank"], e["kind"]) for e in events] == [(0, "run_ended"), (0, "step_aborted"), (1, "step_aborted")]
+    assert events[1]["fields"] == {"error": "PeerLost", "message": 'a "quoted"\nline'}
     assert abs(events[1]["time_s"] - time.time()) < 60
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "events.jsonl", "plan.json", "summary.json"]

@@ -1,0 +1,234 @@
+"""What happens in a run, as typed events: the runtime, the pillars and the front ends emit them, sinks write them down.
+
+An event has a kind, and a kind has fixed field names: an emitter that names others is wrong and is told so. A new kind
+is one member of ``EventKind`` and one entry of ``EVENTS``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any
+
+_KEPT = 100
+"""Events kept for who listens later."""
+
+
+class EventKind(StrEnum):
+    """Names of events, as they stand in ``events.jsonl``."""
+
+    RUN_STARTED = "run_started"
+    RUN_RESUMED = "run_resumed"
+    RUN_ENDED = "run_ended"
+    RUN_STOPPED = "run_stopped"
+    RUN_FAILED = "run_failed"
+    PLAN = "plan"
+    MEMORY_HIGH = "memory_high"
+    BUDGET_EXCEEDED = "budget_exceeded"
+    STEP_ABORTED = "step_aborted"
+    LANE_FAILED = "lane_failed"
+    PEER_LOST = "peer_lost"
+    COLLECTIVE_FAILED = "collective_failed"
+    CHECKPOINT_SAVED = "checkpoint_saved"
+    CHECKPOINT_FAILED = "checkpoint_failed"
+    LOSS_NOT_FINITE = "loss_not_finite"
+    PROFILE_WRITTEN = "profile_written"
+    LOGGER_FAILED = "logger_failed"
+
+
+class Severity(IntEnum):
+    """From ``WARNING`` on, an event is an alert."""
+
+    INFO = 0
+    WARNING = 1
+    ERROR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EventType:
+    """What a kind of event means.
+
+    Attributes:
+        severity: whether somebody should look.
+        fields: name -> unit and meaning; an event has exactly these.
+        meaning: in one line.
+    """
+
+    severity: Severity
+    meaning: str
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+_ERROR_FIELDS = {"error": "the error's class", "message": "what it says"}
+
+EVENTS: dict[EventKind, EventType] = {
+    EventKind.RUN_STARTED: EventType(
+        Severity.INFO, "a model was set up for training or evaluation",
+        {"ranks": "data-parallel ranks", "device": "of this rank", "precision": "as configured",
+         "units": "sharded units, the root included", "budget_bytes": "of this rank; null where none is set"},
+    ),
+    EventKind.RUN_RESUMED: EventType(Severity.INFO, "training goes on from a checkpoint", {"path": "that was loaded"}),
+    EventKind.RUN_ENDED: EventType(Severity.INFO, "training came to its end", {"steps": "optimizer steps taken"}),
+    EventKind.RUN_STOPPED: EventType(Severity.WARNING, "the run was told to stop (signal, keyboard)", _ERROR_FIELDS),
+    EventKind.RUN_FAILED: EventType(Severity.ERROR, "an error ended the run", _ERROR_FIELDS),
+    EventKind.PLAN: EventType(
+        Severity.INFO, "the memory plan that the run was started with",
+        {"resident_bytes": "of a rank between two steps", "peak_bytes": "of a rank within a step",
+         "limit_bytes": "the budget; null where none is known", "fits": "true, false or null"},
+    ),
+    EventKind.MEMORY_HIGH: EventType(
+        Severity.WARNING, "a step's peak passed the watched share of the budget (told again once it fell below)",
+        {"peak_bytes": "of the step", "budget_bytes": "of this rank", "utilization": "peak over budget",
+         "threshold": "that was passed"},
+    ),
+    EventKind.BUDGET_EXCEEDED: EventType(
+        Severity.ERROR, "a step held more than pool.device_budget; the run ends",
+        {"peak_bytes": "of the step", "budget_bytes": "of this rank"},
+    ),
+    EventKind.STEP_ABORTED: EventType(Severity.ERROR, "an error broke a step; gradients are dropped", _ERROR_FIELDS),
+    EventKind.LANE_FAILED: EventType(Severity.ERROR, "a transfer on a lane failed", _ERROR_FIELDS),
+    EventKind.PEER_LOST: EventType(
+        Severity.ERROR, "a process of the group died or stopped answering",
+        {"ranks": "that were lost; empty where unknown", "message": "what the error says"},
+    ),
+    EventKind.COLLECTIVE_FAILED: EventType(
+        Severity.ERROR, "a collective failed although every rank is alive",
+        {"ranks": "that had not arrived; empty where unknown", "message": "what the error says"},
+    ),
+    EventKind.CHECKPOINT_SAVED: EventType(
+        Severity.INFO, "a checkpoint is whole on disk",
+        {"path": "of the checkpoint", "duration_s": "from the call to the commit", "background": "true or false"},
+    ),
+    EventKind.CHECKPOINT_FAILED: EventType(
+        Severity.ERROR, "a checkpoint could not be written; the one before still stands",
+        {"path": "of the checkpoint", "message": "what the error says"},
+    ),
+    EventKind.LOSS_NOT_FINITE: EventType(
+        Severity.WARNING, "the loss of this rank is NaN or infinite (told again once it was finite)",
+        {"loss": "its value"},
+    ),
+    EventKind.PROFILE_WRITTEN: EventType(
+        Severity.INFO, "a Chrome trace of some steps was written",
+        {"path": "of the trace", "first_step": "that it holds", "last_step": "that it holds"},
+    ),
+    EventKind.LOGGER_FAILED: EventType(
+        Severity.WARNING, "a logger failed and is left out from now on; training goes on",
+        {"logger": "its class", "message": "what the error says"},
+    ),
+}  # fmt: skip
+"""Every kind, described."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        time_s: seconds since 1970.
+        step: optimizer steps that had ended.
+        rank: of the process that tells it.
+        kind: what happened.
+        fields: as ``EVENTS[kind]`` describes them.
+    """
+
+    time_s: float
+    step: int
+    rank: int
+    kind: EventKind
+    fields: dict[str, Any]
+
+    @property
+    def severity(self) -> Severity:
+        """Of the kind."""
+        return EVENTS[self.kind].severity
+
+    @property
+    def is_alert(self) -> bool:
+        """Whether somebody should look."""
+        return self.severity >= Severity.WARNING
+
+    def to_json(self) -> str:
+        """One line of ``events.jsonl``; numbers that JSON does not know (NaN, infinities) become text."""
+        shown = {
+            "time_s": round(self.time_s, 3), "step": self.step, "rank": self.rank, "kind": str(self.kind),
+            "severity": self.severity.name.lower(), "fields": _plain(self.fields),
+        }  # fmt: skip
+        return json.dumps(shown, allow_nan=False)
+
+
+class Events:
+    """Emitter of one process. Thread-safe; sinks are called one event at a time, on the thread that emits.
+
+    Attributes:
+        rank: written into each event; the front end sets it.
+        step: optimizer steps that ended; the runtime keeps it.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.step = 0
+        self._sinks: list[Callable[[Event], None]] = []
+        self._told: deque[Event] = deque(maxlen=_KEPT)
+        self._mutex = threading.RLock()  # a sink may emit: a logger that failed does
+
+    def subscribe(self, sink: Callable[[Event], None], *, from_start: bool = False) -> None:
+        """Call ``sink`` with every later event; a second time for the same sink changes nothing.
+
+        Args:
+            from_start: also with those told before, as far back as they are kept.
+        """
+        with self._mutex:
+            if sink in self._sinks:
+                return
+            self._sinks.append(sink)
+            if from_start:
+                for event in self._told:
+                    self._give(sink, event)
+
+    def unsubscribe(self, sink: Callable[[Event], None]) -> None:
+        """Leave a sink out; one that is not there is no error."""
+        with self._mutex:
+            if sink in self._sinks:
+                self._sinks.remove(sink)
+
+    def emit(self, kind: EventKind, **fields: Any) -> Event:
+        """Tell every sink what happened.
+
+        A sink that cannot write (``OSError``) is left out from then on, with a warning: events often tell of another
+        error, which must not be hidden by this one.
+
+        Raises:
+            TypeError: the fields are not those of the kind.
+        """
+        if missing := set(EVENTS[kind].fields) ^ set(fields):
+            raise TypeError(f"event {kind} has the fields {sorted(EVENTS[kind].fields)}; wrong: {sorted(missing)}")
+        event = Event(time.time(), self.step, self.rank, kind, fields)
+        with self._mutex:
+            self._told.append(event)
+            for sink in list(self._sinks):
+                self._give(sink, event)
+        return event
+
+    def _give(self, sink: Callable[[Event], None], event: Event) -> None:
+        try:
+            sink(event)
+        except OSError as error:
+            self.unsubscribe(sink)
+            warnings.warn(f"events are no longer written: {error}", stacklevel=4)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
