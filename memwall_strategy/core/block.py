@@ -24,6 +24,10 @@ class Kind(StrEnum):
     """Module buffers (running statistics, position tables)."""
     REPLICA = "replica"
     SNAPSHOT = "snapshot"
+    STAGING = "staging"
+    """Aligned buffers that direct I/O passes through."""
+    RESERVE = "reserve"
+    """What is left of a tier's elastic reserve: bytes kept free, at no address."""
 
 
 class Tier(StrEnum):
@@ -52,6 +56,9 @@ class Block:
     parameter: str
     kind: str
 
+    def __str__(self) -> str:
+        return f"{self.unit}/{self.parameter}/{self.kind}"
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -61,9 +68,10 @@ class Placement:
         tier: the medium.
         owner: global rank whose memory holds the bytes.
         arena: name of the arena within the tier (``"torch"`` where torch's own allocator holds it).
-        offset: first byte within the arena.
+        offset: first byte within the arena; the address where torch's allocator holds it.
         bytes: length in bytes.
-        generation: grows by one each time the content is replaced.
+        generation: grows by one each time the content is replaced; 0: nothing was written yet.
+        padding: bytes after the block that are held with it, for alignment.
     """
 
     tier: Tier
@@ -72,3 +80,14 @@ class Placement:
     offset: int
     bytes: int
     generation: int = 0
+    padding: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the arena holds for the block."""
+        return self.bytes + self.padding
+
+    @property
+    def place(self) -> tuple[Tier, int, str]:
+        """Tier, owner and arena: a block has at most one copy in each."""
+        return self.tier, self.owner, self.arena

@@ -25,6 +25,24 @@ class TransferError(MemwallError):
     """A transfer on a lane failed; the message names lane, transfer and unit, the cause is chained."""
 
 
+class BlockError(MemwallError):
+    """A pooled block cannot be used as asked: unknown, stale, half written, or placed twice; the message names it."""
+
+
+class PoolFull(MemwallError):
+    """A tier has no room for a block.
+
+    Attributes:
+        tier: name of the tier.
+        owner: global rank whose memory it is.
+        missing_bytes: how much more room would do; 0 where only one contiguous range is missing.
+    """
+
+    def __init__(self, message: str, *, tier: str, owner: int, missing_bytes: int) -> None:
+        super().__init__(message)
+        self.tier, self.owner, self.missing_bytes = tier, owner, missing_bytes
+
+
 class PeerLost(MemwallError):
     """A process of the group died or stopped answering.
 

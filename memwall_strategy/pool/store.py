@@ -1,0 +1,182 @@
+"""Stores: the memory behind a tier, under one interface for device, host and disk.
+
+A store moves bytes between its own placements and tensors, and returns when they are there. ``Pool`` runs these calls
+on lanes and hands out a handle for each. Which bytes are whose is the address table's affair: a store opens its tier
+there, adds its arenas, and trusts every placement of its tier.
+
+What orders what on CUDA: the caller's ``after`` event was recorded on the stream that last wrote the source and last
+read the destination; the copy's own stream waits for it; the call returns after that stream is empty. So whoever sees
+the call return may use the bytes on any stream, and no buffer is freed while a copy runs. On CPU the copy runs in the
+calling thread, and ``after`` is None.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import numpy
+import torch
+
+from memwall_strategy.core.block import Placement, Tier
+from memwall_strategy.core.errors import BlockError
+from memwall_strategy.pool.arena import Region
+from memwall_strategy.pool.table import AddressTable
+
+Pairs = Iterable[tuple[Placement, torch.Tensor]]
+"""Placements, each with the tensor that its bytes come from or go to."""
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as a vector of bytes, without a copy.
+
+    Raises:
+        BlockError: it is not contiguous, so that its bytes do not follow each other.
+    """
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise BlockError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} is not contiguous. Page "
+            "its .contiguous() copy, or the storage that it views."
+        )
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def matched(pairs: Pairs) -> list[tuple[Placement, torch.Tensor]]:
+    """The pairs with their tensors as bytes; each tensor must be exactly as long as its block.
+
+    Raises:
+        BlockError: it is not.
+    """
+    out = []
+    for placement, tensor in pairs:
+        flat = as_bytes(tensor)
+        if flat.numel() != placement.bytes:
+            raise BlockError(
+                f"a tensor of {flat.numel()} bytes for a block of {placement.bytes} bytes in the {placement.tier} tier"
+            )
+        out.append((placement, flat))
+    return out
+
+
+class Copier:
+    """Copies bytes between tensors of one device and the host, each calling thread on a stream of its own.
+
+    On CPU one thread copies, so that paging takes one core and no more, whatever the number of torch's threads.
+
+    Args:
+        device: the accelerator, or CPU.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._local = threading.local()
+
+    def now(self) -> torch.cuda.Event | None:
+        """A mark behind all that the calling thread's current stream was given; None on CPU."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+    def copy(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None
+    ) -> None:
+        """Copy each second tensor into its first (vectors of bytes) and return when the bytes are there."""
+        if self.device.type != "cuda":
+            for target, source in pairs:
+                numpy.copyto(target.numpy(), source.numpy())
+            return
+        stream = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = torch.cuda.Stream(self.device)
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+
+class Store(ABC):
+    """The memory behind one tier of this rank. Made open; ``close`` gives everything back.
+
+    Attributes:
+        tier: which one.
+        table: the address table that knows its blocks.
+        addressable: whether ``view`` works.
+    """
+
+    tier: Tier
+    table: AddressTable
+    addressable: bool
+
+    @abstractmethod
+    def read(self, pairs: Pairs, after: torch.cuda.Event | None = None) -> None:
+        """Copy each placement's bytes into its tensor.
+
+        Args:
+            pairs: placements of this tier, and contiguous tensors of exactly their length, on CPU or the pool's device.
+            after: see the module.
+
+        Raises:
+            BlockError: a tensor that does not fit.
+            TransferError: the medium failed.
+        """
+
+    @abstractmethod
+    def write(self, pairs: Pairs, after: torch.cuda.Event | None = None) -> None:
+        """Copy each tensor's bytes into its placement; as ``read``. What failed half way left its blocks torn."""
+
+    @abstractmethod
+    def view(self, placement: Placement, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """The block's memory as a tensor, without a copy. It must not be used after the block moved or was dropped.
+
+        Raises:
+            BlockError: the tier has no addresses, or the block has another length.
+        """
+
+    @abstractmethod
+    def shift(self, arena: str, source: Region, to: int) -> None:
+        """Move bytes down within an arena; the two stretches may overlap."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give memory and files back and close the tier in the table; every block must have left it. Idempotent.
+
+        Raises:
+            BlockError: blocks are left; nothing was closed.
+        """
+
+
+class MemoryStore(Store):
+    """What device and host share: arenas that are tensors of bytes."""
+
+    addressable = True
+
+    def __init__(self, table: AddressTable, copier: Copier) -> None:
+        self.table, self.copier = table, copier
+        self._arenas: dict[str, torch.Tensor] = {}
+
+    def bytes_of(self, placement: Placement) -> torch.Tensor:
+        """The block's memory as a vector of bytes, without a copy."""
+        if placement.bytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self._device(placement))
+        return self._arenas[placement.arena][placement.offset : placement.offset + placement.bytes]
+
+    def view(self, placement: Placement, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        if math.prod(shape) * dtype.itemsize != placement.bytes:
+            raise BlockError(f"a view of shape {tuple(shape)}, {dtype} on a block of {placement.bytes} bytes")
+        return self.bytes_of(placement).view(dtype).view(tuple(shape))
+
+    def read(self, pairs: Pairs, after: torch.cuda.Event | None = None) -> None:
+        self.copier.copy([(flat, self.bytes_of(placement)) for placement, flat in matched(pairs)], after)
+
+    def write(self, pairs: Pairs, after: torch.cuda.Event | None = None) -> None:
+        self.copier.copy([(self.bytes_of(placement), flat) for placement, flat in matched(pairs)], after)
+
+    def shift(self, arena: str, source: Region, to: int) -> None:
+        memory = self._arenas[arena]
+        # numpy copies overlapping arrays as if the source were read first.
+        numpy.copyto(memory[to : to + source.bytes].numpy(), memory[source.offset : source.end].numpy())
+
+    def _device(self, placement: Placement) -> torch.device:
+        return torch.device("cpu")
