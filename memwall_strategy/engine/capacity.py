@@ -49,9 +49,14 @@ def cgroup_limits(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[in
         proc: the process's list of groups: one ``hierarchy:controllers:path`` a line.
         root: where the hierarchies are mounted.
     """
+    return [limit for _, limit in memory_groups(proc, root)]
+
+
+def memory_groups(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[tuple[Path, int]]:
+    """The folder of every control group that limits this process's memory, with its limit in bytes."""
     if not proc.exists():
         return []
-    limits = []
+    found = []
     for line in proc.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -67,5 +72,5 @@ def cgroup_limits(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[in
         for part in (PurePosixPath(path), *PurePosixPath(path).parents):
             file = base / str(part).lstrip("/") / name
             if file.is_file() and (text := file.read_text().strip()) != "max":
-                limits.append(int(text))
-    return limits
+                found.append((file.parent, int(text)))
+    return found

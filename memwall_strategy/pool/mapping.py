@@ -1,4 +1,4 @@
-"""Anonymous memory of an exact size: nothing is rounded up but to the page, and no name exists that could outlive us."""
+"""Anonymous memory of an exact size: whole pages, nothing rounded up beyond them, no name that could outlive us."""
 
 from __future__ import annotations
 

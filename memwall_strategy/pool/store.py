@@ -77,9 +77,7 @@ class Copier:
         """A mark behind all that the calling thread's current stream was given; None on CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
-    def copy(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None
-    ) -> None:
+    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None) -> None:
         """Copy each second tensor into its first (vectors of bytes) and return when the bytes are there."""
         if self.device.type != "cuda":
             for target, source in pairs:
