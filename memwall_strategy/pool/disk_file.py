@@ -89,15 +89,21 @@ class DiskFile:
     def _allocate(self) -> None:
         if self.nbytes == 0:
             return
-        try:
-            os.posix_fallocate(self._fd, 0, self.nbytes)
-        except OSError as error:
-            room = os.statvfs(self.folder)
+        room = os.statvfs(self.folder)
+        free = room.f_bavail * room.f_frsize
+        why: OSError | None = None
+        if free < self.nbytes:  # asked first: the call below would take every free block before it fails
+            why = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        else:
+            try:
+                os.posix_fallocate(self._fd, 0, self.nbytes)
+            except OSError as error:
+                why = error
+        if why is not None:
             raise ConfigError(
                 f"pool.disk_budget={format_size(self.nbytes)} cannot be allocated in pool.disk_path={self.folder}: "
-                f"{error.strerror}; {format_size(room.f_bavail * room.f_frsize)} are free there. Lower the budget, or "
-                "name a folder on a larger disk."
-            ) from error
+                f"{why.strerror}; {format_size(free)} are free there. Lower the budget, or name a folder on a larger disk."
+            ) from why
 
     def _try_direct(self) -> str:
         """Switch direct I/O on and move one page; the reason where that does not work."""

@@ -188,7 +188,11 @@ def test_nothing_reads_what_was_never_written_or_is_torn():
     with pytest.raises(ZeroDivisionError), table.writing(block()):
         raise ZeroDivisionError
     assert table.content(block()) is Content.TORN
-    for wrong in (table.readable, lambda b: table.begin_move(b, Tier.DISK), lambda b: table.begin_replica(b, Tier.DISK)):
+    for wrong in (
+        table.readable,
+        lambda b: table.begin_move(b, Tier.DISK),
+        lambda b: table.begin_replica(b, Tier.DISK),
+    ):
         with pytest.raises(BlockError, match="its last write failed"):
             wrong(block())
     with table.writing(block()):
