@@ -102,7 +102,8 @@ class DiskFile:
         if why is not None:
             raise ConfigError(
                 f"pool.disk_budget={format_size(self.nbytes)} cannot be allocated in pool.disk_path={self.folder}: "
-                f"{why.strerror}; {format_size(free)} are free there. Lower the budget, or name a folder on a larger disk."
+                f"{why.strerror}; {format_size(free)} are free there. Lower the budget, or name a folder on a "
+                "larger disk."
             ) from why
 
     def _try_direct(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +35,7 @@ def assert_tiled(arena: Arena) -> None:
         end = its_end
     assert end == arena.capacity_bytes
     holes = arena.holes()
-    assert all(a.end < b.offset for a, b in zip(holes, holes[1:], strict=False)), "neighbouring holes are one"
+    assert all(a.end < b.offset for a, b in pairwise(holes)), "neighbouring holes are one"
     assert arena.free_bytes == sum(h.bytes for h in holes)
     assert arena.largest_hole_bytes == max((h.bytes for h in holes), default=0)
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -146,15 +147,17 @@ def test_short_reads_and_writes_are_continued(disk, monkeypatch, kind):
     read, write = os.preadv, os.pwritev
     rng = random.Random(1)
 
-    def cut(buffers):
+    def cut(buffers, offset):
         (buffer,) = buffers
+        if disk.store.file.direct:
+            assert offset % PAGE_BYTES == len(buffer) % PAGE_BYTES == 0, "each attempt is whole pages again"
         most = {"short": rng.randrange(1, len(buffer) + 1), "one page": PAGE_BYTES, "one byte": len(buffer) - 1}[kind]
         # With direct I/O the kernel moves whole sectors; what it leaves may end inside a page.
         keep = max(min(most, len(buffer)), PAGE_BYTES + 512 if disk.store.file.direct else 1)
         return [buffer[: keep - keep % 512 if disk.store.file.direct else keep]]
 
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, cut(buffers), offset))
-    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: write(fd, cut(buffers), offset))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: read(fd, cut(buffers, offset), offset))
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: write(fd, cut(buffers, offset), offset))
     disk.add({block(n): n for n in ODD})
     disk.write(block(n) for n in ODD)
     disk.check()
@@ -239,9 +242,9 @@ def test_chunks_cover_every_byte_once_on_whole_units(blocks, unit, chunk, shuffl
         assert all(s.offset < part.end and s.end > part.start for s in part.spans)
         inside = sorted((max(s.offset, part.start), min(s.end, part.end)) for s in part.spans)
         assert (inside[0][0], inside[-1][1]) == part.own
-        assert all(a[1] == b[0] for a, b in zip(inside, inside[1:], strict=False)), "no stranger in the middle"
+        assert all(a[1] == b[0] for a, b in pairwise(inside)), "no stranger in the middle"
     own = sorted(part.own for part in cut)
-    assert all(a[1] <= b[0] for a, b in zip(own, own[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(own))
     assert sum(high - low for low, high in own) == sum(high - low for low, high in owned)
 
 

@@ -182,7 +182,7 @@ def test_the_device_cap_counts_what_the_engine_holds():
     store = DeviceStore(table, 64 * KIB, reserve_bytes=8 * KIB)
     weights = torch.zeros(10_000)
     table.book(Block("u", "w", Kind.PARAM), weights.nbytes, Tier.DEVICE, weights.data_ptr(), arena=ENGINE)
-    with pytest.raises(PoolFull, match="pool.device_budget"):
+    with pytest.raises(PoolFull, match=r"pool\.device_budget"):
         table.allocate(block("x"), 20 * KIB, Tier.DEVICE)
     table.allocate(block("x"), 20 * KIB, Tier.DEVICE, lend=True)
     table.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 
 import pytest
 
@@ -109,7 +110,7 @@ def test_a_fragmented_tier_says_so():
     table.drop(block("0"))
     table.drop(block("2"))
     assert table.fragmentation(Tier.DISK, "a") == 0.5
-    with pytest.raises(PoolFull, match="longest free stretch is 1.0 KiB although 2.0 KiB are free") as caught:
+    with pytest.raises(PoolFull, match=r"longest free stretch is 1\.0 KiB although 2\.0 KiB are free") as caught:
         table.allocate(block("big"), 2 * KIB, Tier.DISK)
     assert caught.value.missing_bytes == 0
     for it, placement, offset in table.plan_defragment(Tier.DISK, "a"):
@@ -150,9 +151,8 @@ def test_generations_and_stale_replicas():
         assert table.readable(it, tier=Tier.DISK).tier is Tier.HOST, "a replica under way is not served"
     assert table.readable(it, tier=Tier.DISK).tier is Tier.DISK
     assert table.used_bytes(kind=Kind.REPLICA) == 128
-    with table.writing(it):
-        with pytest.raises(BlockError, match="being written"):
-            table.readable(it)
+    with table.writing(it), pytest.raises(BlockError, match="being written"):
+        table.readable(it)
     assert table.locate(it).generation == 2
     assert table.readable(it, tier=Tier.DISK).tier is Tier.HOST, "a stale replica is not served"
     assert table.replicas(it)[0].generation == 1
@@ -289,7 +289,7 @@ def test_the_reserve_is_visible_lent_and_returned():
     assert table.lent_bytes(Tier.HOST) == 0 and reserve() == KIB, "freed bytes give back what was lent, whoever frees"
     table.resize_tier(Tier.HOST, reserve_bytes=0)
     assert reserve() == 0
-    with pytest.raises(BlockError, match="pool.reserve"):
+    with pytest.raises(BlockError, match=r"pool\.reserve"):
         table.resize_tier(Tier.HOST, reserve_bytes=5 * KIB)
     table.check()
 
@@ -337,7 +337,7 @@ def test_a_group_lies_in_one_piece_or_not_at_all():
     placed = table.allocate_group(sizes, Tier.HOST)
     assert list(placed) == list(sizes) and all(table.locate(b) == p for b, p in placed.items())
     spans = sorted((p.offset, p.offset + p.held_bytes) for p in placed.values() if p.bytes)
-    assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(spans))
     assert all(p.offset % 4096 == 0 for p in placed.values() if p.bytes >= 256 * KIB)
     table.check()
     before = table.to_records()

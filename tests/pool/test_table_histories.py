@@ -11,7 +11,13 @@ import random
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from memwall_strategy.core.block import Block, Kind, Placement, Tier
 from memwall_strategy.core.errors import BlockError, PoolFull
@@ -20,15 +26,13 @@ from memwall_strategy.pool.entry import Copy, Role
 from memwall_strategy.pool.table import AddressTable
 
 SIZES = st.one_of(st.sampled_from([0, 1, 63, 64, 65, 4095, 4096, LARGE_BYTES]), st.integers(0, 5000))
+WHICH = st.integers(0, 50)
 TIERS = st.sampled_from([Tier.DEVICE, Tier.HOST, Tier.DISK])
 CAPACITY = 2 * LARGE_BYTES + 24 * 1024
 """Room for two large blocks and a few small ones: a tier is full now and then."""
 
 
 class Histories(RuleBasedStateMachine):
-    blocks = Bundle("blocks")
-    copies = Bundle("copies")
-
     @initialize(two_arenas=st.booleans(), reserve=st.sampled_from([0, 8192]))
     def open(self, two_arenas, reserve):
         self.table = AddressTable(rank=1)
@@ -63,23 +67,27 @@ class Histories(RuleBasedStateMachine):
     def room(self, tier: Tier, lend: bool) -> int:
         return self.table.free_bytes(tier, lend=lend)
 
+    def pick(self, which: int) -> Block:
+        return list(self.wrote)[which % len(self.wrote)]
+
     # -- rules --
 
-    @rule(target=blocks, nbytes=SIZES, tier=TIERS, kind=st.sampled_from([Kind.EXP_AVG, Kind.PARAM]), lend=st.booleans())
-    def allocate(self, nbytes, tier, kind, lend):
+    @rule(nbytes=SIZES, tier=TIERS, lend=st.booleans(), write=st.booleans())
+    def allocate(self, nbytes, tier, lend, write):
         self.number += 1
-        block, free = Block("unit", f"p{self.number}", kind), self.room(tier, lend)
+        block, free = Block("unit", f"p{self.number}", Kind.EXP_AVG), self.room(tier, lend)
         try:
             placement = self.table.allocate(block, nbytes, tier, lend=lend)
         except PoolFull as error:
             assert error.missing_bytes == 0 or error.missing_bytes >= nbytes - free
             assert block not in self.table and self.room(tier, lend) == free
-            return Block("none", "", "")
+            return
         assert placement.bytes == nbytes and placement.held_bytes <= free
         self.wrote[block], self.sizes[block] = None, nbytes
-        return block
+        if write:
+            self.write(block, False)
 
-    @rule(target=blocks, sizes=st.lists(SIZES, min_size=1, max_size=3), tier=TIERS)
+    @rule(sizes=st.lists(SIZES, min_size=1, max_size=3), tier=TIERS)
     def allocate_group(self, sizes, tier):
         self.number += 1
         group = {Block("group", f"g{self.number}.{i}", Kind.MASTER): n for i, n in enumerate(sizes)}
@@ -87,16 +95,17 @@ class Histories(RuleBasedStateMachine):
             placed = self.table.allocate_group(group, tier)
         except PoolFull:
             assert not any(block in self.table for block in group)
-            return Block("none", "", "")
+            return
         assert {b: p.bytes for b, p in placed.items()} == group
         self.wrote.update(dict.fromkeys(group))
         self.sizes.update(group)
-        return next(iter(group))
 
-    @rule(block=blocks, fails=st.booleans())
+    @precondition(lambda self: self.wrote)
+    @rule(which=WHICH, fails=st.sampled_from([False, False, True]))
+    def write_to(self, which, fails):
+        self.write(self.pick(which), fails)
+
     def write(self, block, fails):
-        if block not in self.wrote:
-            return
         if self.busy(block):
             with pytest.raises(BlockError):
                 self.table.begin_write(block)
@@ -115,10 +124,10 @@ class Histories(RuleBasedStateMachine):
         assert self.table.end_write(block).generation == before + 1
         self.wrote[block] = content
 
-    @rule(target=copies, block=blocks, tier=TIERS, role=st.sampled_from(Role), lend=st.booleans())
-    def begin_copy(self, block, tier, role, lend):
-        if block not in self.wrote:
-            return None
+    @precondition(lambda self: self.wrote)
+    @rule(which=WHICH, tier=TIERS, role=st.sampled_from(Role), lend=st.booleans())
+    def begin_copy(self, which, tier, role, lend):
+        block = self.pick(which)
         try:
             match role:
                 case Role.MOVE:
@@ -128,17 +137,15 @@ class Histories(RuleBasedStateMachine):
                 case Role.REFRESH:
                     copy = self.table.begin_refresh(block, tier)
         except (PoolFull, BlockError):
-            return None
+            return
         if copy.source.generation:
             self.store(copy.target, self.load(copy.source))
         self.open_copies.append(copy)
-        return copy
 
-    @rule(copy=consumes(copies), arrives=st.booleans())
-    def end_copy(self, copy, arrives):
-        if copy not in self.open_copies:
-            return
-        self.open_copies.remove(copy)
+    @precondition(lambda self: self.open_copies)
+    @rule(which=WHICH, arrives=st.booleans())
+    def end_copy(self, which, arrives):
+        copy = self.open_copies.pop(which % len(self.open_copies))
         if not arrives:
             self.table.abort(copy)
             return
@@ -147,10 +154,26 @@ class Histories(RuleBasedStateMachine):
         if copy.role is Role.MOVE:
             assert self.table.locate(copy.block) == placement
 
-    @rule(block=blocks, tier=TIERS)
-    def promote(self, block, tier):
-        if block not in self.wrote:
+    @precondition(lambda self: self.wrote)
+    @rule(which=WHICH, tier=TIERS, rewrite=st.booleans())
+    def replicate_at_once(self, which, tier, rewrite):
+        """The whole way in one step, and a write that makes the replica stale."""
+        block = self.pick(which)
+        if self.wrote[block] is None or self.busy(block):
             return
+        try:
+            with self.table.replicate(block, tier) as copy:
+                self.store(copy.target, self.load(copy.source))
+        except (PoolFull, BlockError):
+            return
+        assert self.load(self.table.readable(block, tier=tier)) == self.wrote[block]
+        if rewrite:
+            self.write(block, False)
+
+    @precondition(lambda self: self.wrote)
+    @rule(which=WHICH, tier=TIERS)
+    def promote(self, which, tier):
+        block = self.pick(which)
         replicas = [p for p in self.table.replicas(block) if p.tier == tier]
         newest = self.table.locate(block).generation
         if len(replicas) != 1 or self.busy(block) or replicas[0].generation != newest:
@@ -163,10 +186,10 @@ class Histories(RuleBasedStateMachine):
             assert content == self.wrote[block]
         self.wrote[block] = content  # a torn block has its last whole content again
 
-    @rule(block=blocks)
-    def drop(self, block):
-        if block not in self.wrote:
-            return
+    @precondition(lambda self: self.wrote)
+    @rule(which=WHICH)
+    def drop(self, which):
+        block = self.pick(which)
         if self.busy(block):
             with pytest.raises(BlockError):
                 self.table.drop(block)
@@ -223,5 +246,5 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
