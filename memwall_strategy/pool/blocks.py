@@ -189,7 +189,7 @@ class Blocks(Accounts):
         with self._lock:
             entry = self._entry(block)
             self._must_rest(block, entry)
-            entry.content = Content.WRITING
+            entry.before, entry.content = entry.content, Content.WRITING
             return entry.authority
 
     def end_write(self, block: Block) -> Placement:
@@ -200,10 +200,11 @@ class Blocks(Accounts):
             entry.content = Content.WHOLE
             return entry.authority
 
-    def abort_write(self, block: Block) -> None:
-        """The write failed half way: the block is torn."""
+    def abort_write(self, block: Block, *, untouched: bool = False) -> None:
+        """The write failed: the block is torn, or as before where no byte of it was touched."""
         with self._lock:
-            self._writing(block).content = Content.TORN
+            entry = self._writing(block)
+            entry.content = entry.before if untouched else Content.TORN
 
     @contextmanager
     def writing(self, block: Block) -> Iterator[Placement]:

@@ -43,6 +43,8 @@ class Entry:
     content: Content
     replicas: dict[tuple[Tier, int, str], Placement]
     pending: list[Copy]
+    before: Content = Content.EMPTY
+    """State before the write that is under way."""
 
     def copies(self) -> list[tuple[str, Placement]]:
         """Every region that is held for the block, each with its role."""

@@ -7,8 +7,8 @@ way for its blocks, on whichever lane, so a read after a write sees what was wri
 gives after a handle's ``wait`` is where the block is. A full tier is waited for as long as moves are under way that
 will free room, then refused (``PoolFull``), by the call itself and not by the handle.
 
-Failure. What fails on a lane leaves the table as it was: an unfinished move keeps its source, an unfinished write
-leaves its block torn. The lane then refuses further work until ``reset``.
+Failure. What fails on a lane leaves the table as it was: a move keeps its source; a write that had begun leaves its
+blocks torn, one that never ran leaves them as they were. The lane then refuses further work until ``reset``.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Pool:
         self.page_out = Lane("page-out", capacity=lane_capacity, timeout_s=timeout_s, record_spans=record_spans)
         self._submitting = threading.RLock()
         self._under_way: dict[Block, Transfer] = {}
-        self._unfinished: dict[int, Callable[[], None]] = {}  # how to undo what a lane has not run yet
+        self._unfinished: dict[int, Callable[[bool], None]] = {}  # how to undo what a lane has not run yet
         self._number = 0
 
     # -- blocks --
@@ -100,17 +100,9 @@ class Pool:
     def updating(self, blocks: Iterable[Block]) -> Iterator[None]:
         """Around writes into views: the blocks' generations rise at the end; they are torn where the body raises."""
         blocks = list(blocks)
-        begun: list[Block] = []
         with self._submitting:
             self._settle(blocks)
-            try:
-                for block in blocks:
-                    self.table.begin_write(block)
-                    begun.append(block)
-            except BlockError:
-                for block in begun:
-                    self.table.abort_write(block)
-                raise
+            self._begin_writes(blocks)
         try:
             yield
         except BaseException:
@@ -131,19 +123,11 @@ class Pool:
         with self._submitting:
             self._settle(tensors)
             pairs = matched((self.table.locate(block), tensor) for block, tensor in tensors.items())
-            begun: list[Block] = []
+            begun = self._begin_writes(tensors)
 
-            def torn() -> None:
+            def undo(ran: bool) -> None:
                 for block in begun:
-                    self.table.abort_write(block)
-
-            try:
-                for block in tensors:
-                    self.table.begin_write(block)
-                    begun.append(block)
-            except BlockError:
-                torn()
-                raise
+                    self.table.abort_write(block, untouched=not ran)
 
             def run() -> None:
                 for store, group in self._by_store(pairs):
@@ -152,7 +136,7 @@ class Pool:
                     self.table.end_write(block)
 
             after = self._mark()
-            return self._submit(self.page_out, "write", tensors, sum(p.bytes for p, _ in pairs), run, torn)
+            return self._submit(self.page_out, "write", tensors, sum(p.bytes for p, _ in pairs), run, undo)
 
     def read(self, tensors: Mapping[Block, torch.Tensor]) -> Transfer:
         """Copy current blocks into tensors, which hold them after the handle's ``wait``.
@@ -230,7 +214,7 @@ class Pool:
             for lane in (self.page_out, self.page_in):
                 lane.reset()
             for undo in list(self._unfinished.values()):
-                undo()
+                undo(False)
             self._unfinished.clear()
             self._under_way.clear()
 
@@ -239,7 +223,7 @@ class Pool:
         for lane in (self.page_out, self.page_in):
             lane.close()
         for undo in list(self._unfinished.values()):
-            undo()
+            undo(False)
         self._unfinished.clear()
         for block, _ in self.table:
             if block.kind in (Kind.RESERVE, Kind.STAGING):  # a store drops its own buffers when it closes
@@ -285,11 +269,23 @@ class Pool:
             raise
         return copies
 
+    def _begin_writes(self, blocks: Iterable[Block]) -> list[Block]:
+        begun: list[Block] = []
+        try:
+            for block in blocks:
+                self.table.begin_write(block)
+                begun.append(block)
+        except BlockError:
+            for block in begun:
+                self.table.abort_write(block, untouched=True)
+            raise
+        return begun
+
     def _carry(self, copies: list[Copy], blocks: Sequence[Block], tier: Tier, what: str) -> Transfer:
         after = self._mark()
         up = any(_HEIGHT[tier] > _HEIGHT[copy.source.tier] for copy in copies)
 
-        def undo() -> None:
+        def undo(ran: bool) -> None:
             for copy in copies:
                 self.table.abort(copy)
 
@@ -316,7 +312,7 @@ class Pool:
         blocks: Iterable[Block],
         nbytes: int,
         run: Callable[[], None],
-        undo: Callable[[], None],
+        undo: Callable[[bool], None],
     ) -> Transfer:
         blocks = list(blocks)
         self._number += 1
@@ -328,7 +324,7 @@ class Pool:
             try:
                 run()
             except BaseException:
-                undo()
+                undo(True)
                 raise
 
         units = dict.fromkeys(block.unit for block in blocks)
@@ -336,7 +332,7 @@ class Pool:
             transfer = lane.submit(tracked, transfer=what, unit=", ".join(units), nbytes=nbytes)
         except (MemwallError, RuntimeError):
             del self._unfinished[number]
-            undo()
+            undo(False)
             raise
         self._under_way.update(dict.fromkeys(blocks, transfer))
         return transfer
@@ -351,5 +347,5 @@ class Pool:
             yield self.stores[tier], group
 
 
-def _nothing() -> None:
+def _nothing(ran: bool) -> None:
     return None
