@@ -28,6 +28,7 @@ from memwall_strategy.core.block import Block, Kind, Placement, Tier
 from memwall_strategy.core.errors import BlockError, TransferError
 from memwall_strategy.pool.arena import PAGE_BYTES, Arena, Region, aligned
 from memwall_strategy.pool.disk_file import DiskFile
+from memwall_strategy.pool.extent import Extent
 from memwall_strategy.pool.store import Copier, MemoryStore, Pairs, Store, matched
 from memwall_strategy.pool.table import AddressTable
 
@@ -45,11 +46,11 @@ _told: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes of a tensor that lie at ``offset`` of the file; up to ``end`` the file is theirs (padding included)."""
+    """Memory whose bytes lie at ``offset`` of the file; up to ``end`` the file is theirs (padding included)."""
 
     offset: int
     end: int
-    tensor: torch.Tensor
+    memory: Extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def chunks(spans: Iterable[Span], *, unit_bytes: int, chunk_bytes: int) -> Itera
         chunk_bytes: a multiple of the unit.
     """
     run: list[Span] = []
-    for span in sorted((s for s in spans if s.tensor.numel()), key=lambda s: s.offset):
+    for span in sorted((s for s in spans if s.memory.nbytes), key=lambda s: s.offset):
         if run and run[-1].end != span.offset:
             yield from _cut(run, unit_bytes, chunk_bytes)
             run = []
@@ -147,9 +148,9 @@ class DiskStore(Store):
         if allow_direct and not self.file.direct and self.file.nbytes:
             self._tell_once(f"the disk tier reads and writes through the page cache: {self.file.why_buffered}")
         self._unit_bytes = PAGE_BYTES if self.file.direct else 1
-        self._buffers: LifoQueue[torch.Tensor] = LifoQueue()
+        self._buffers: LifoQueue[Extent] = LifoQueue()
         for place in places:
-            self._buffers.put(host.bytes_of(place))
+            self._buffers.put(host.extent_of(place))
         self._pages = [threading.Lock() for _ in range(_STRIPES)]
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="memwall-disk")
 
@@ -166,8 +167,8 @@ class DiskStore(Store):
         held = self._buffers.get()
         try:
             for at in range(0, source.bytes, self._chunk_bytes):
-                part = held[: min(self._chunk_bytes, source.bytes - at)]
-                size = part.numel()
+                size = min(self._chunk_bytes, source.bytes - at)
+                part = held.part(0, size)
                 self._all(self._read_chunk, [Span(source.offset + at, source.offset + at + size, part)], None)
                 self._all(self._write_chunk, [Span(to + at, to + at + size, part)], None)
         finally:
@@ -210,8 +211,8 @@ class DiskStore(Store):
             return
         buffer = self._buffers.get()
         try:
-            self.file.read(_memory(buffer[: chunk.end - chunk.start]), chunk.start)
-            self.copier.copy([(its, staged) for its, staged in self._parts(chunk, buffer)])
+            self.file.read(buffer.part(0, chunk.end - chunk.start).memory(), chunk.start)
+            self.copier.copy(self._parts(chunk, buffer))
         finally:
             self._buffers.put(buffer)
 
@@ -224,9 +225,9 @@ class DiskStore(Store):
             with ExitStack() as held:
                 for page in self._lock_shared(chunk, held):
                     at = page - chunk.start
-                    self.file.read(_memory(buffer[at : at + PAGE_BYTES]), page)
-                self.copier.copy([(staged, its) for its, staged in self._parts(chunk, buffer)])
-                self.file.write(_memory(buffer[: chunk.end - chunk.start]), chunk.start)
+                    self.file.read(buffer.part(at, at + PAGE_BYTES).memory(), page)
+                self.copier.copy((staged, its) for its, staged in self._parts(chunk, buffer))
+                self.file.write(buffer.part(0, chunk.end - chunk.start).memory(), chunk.start)
         finally:
             self._buffers.put(buffer)
 
@@ -244,25 +245,22 @@ class DiskStore(Store):
     def _straight(self, chunk: Chunk) -> memoryview | None:
         """The chunk's bytes in the tensor itself, where the file can be read into or written from them."""
         span = chunk.spans[0]
-        if len(chunk.spans) > 1 or span.tensor.device.type != "cpu":
+        if len(chunk.spans) > 1 or not span.memory.on_cpu:
             return None
         low, high = chunk.start - span.offset, chunk.end - span.offset
-        if low < 0 or high > span.tensor.numel():
+        if low < 0 or high > span.memory.nbytes or (span.memory.address + low) % self._unit_bytes:
             return None
-        part = span.tensor[low:high]
-        return None if part.data_ptr() % self._unit_bytes else _memory(part)
+        return span.memory.part(low, high).memory()
 
     @staticmethod
-    def _parts(chunk: Chunk, buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each span's share of the chunk: in its tensor, and in the buffer."""
+    def _parts(chunk: Chunk, buffer: Extent) -> Iterator[tuple[Extent, Extent]]:
+        """Each span's share of the chunk: in its own memory, and in the buffer."""
         for span in chunk.spans:
             low = max(chunk.start, span.offset)
-            high = min(chunk.end, span.offset + span.tensor.numel())
+            high = min(chunk.end, span.offset + span.memory.nbytes)
             if low < high:
-                yield (
-                    span.tensor[low - span.offset : high - span.offset],
-                    buffer[low - chunk.start : high - chunk.start],
-                )
+                its = span.memory.part(low - span.offset, high - span.offset)
+                yield its, buffer.part(low - chunk.start, high - chunk.start)
 
     def _drop_staging(self) -> None:
         for block in self._staging:
@@ -277,8 +275,4 @@ class DiskStore(Store):
 
 
 def _spans(pairs: Pairs) -> list[Span]:
-    return [Span(p.offset, p.offset + p.held_bytes, flat) for p, flat in matched(pairs)]
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.numpy())
+    return [Span(p.offset, p.offset + p.held_bytes, extent) for p, extent in matched(pairs)]

@@ -25,6 +25,7 @@ from memwall_strategy.core.errors import BlockError, MemwallError, PoolFull
 from memwall_strategy.core.lane import DEFAULT_TIMEOUT_S, Lane, Transfer
 from memwall_strategy.pool.arena import Region
 from memwall_strategy.pool.entry import Content, Copy
+from memwall_strategy.pool.extent import Extent
 from memwall_strategy.pool.store import MemoryStore, Store, matched
 from memwall_strategy.pool.table import AddressTable
 
@@ -294,9 +295,9 @@ class Pool:
                 group = [copy for copy in copies if copy.source.tier == source_tier and copy.source.generation]
                 source, target = self.stores[source_tier], self.stores[tier]
                 if isinstance(source, MemoryStore):
-                    target.write([(copy.target, source.bytes_of(copy.source)) for copy in group], after)
+                    target.write([(copy.target, source.extent_of(copy.source)) for copy in group], after)
                 elif isinstance(target, MemoryStore):
-                    source.read([(copy.source, target.bytes_of(copy.target)) for copy in group], after)
+                    source.read([(copy.source, target.extent_of(copy.target)) for copy in group], after)
                 else:
                     raise BlockError(f"no way from the {source_tier} tier to the {tier} tier without memory between")
             for copy in copies:
@@ -338,9 +339,9 @@ class Pool:
         return transfer
 
     def _by_store(
-        self, pairs: Iterable[tuple[Placement, torch.Tensor]]
-    ) -> Iterator[tuple[Store, list[tuple[Placement, torch.Tensor]]]]:
-        groups: dict[Tier, list[tuple[Placement, torch.Tensor]]] = {}
+        self, pairs: Iterable[tuple[Placement, Extent]]
+    ) -> Iterator[tuple[Store, list[tuple[Placement, Extent]]]]:
+        groups: dict[Tier, list[tuple[Placement, Extent]]] = {}
         for placement, tensor in pairs:
             groups.setdefault(placement.tier, []).append((placement, tensor))
         for tier, group in groups.items():

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from memwall_strategy.core.block import Block, Kind, Placement, Tier
 from memwall_strategy.pool.pool import Pool
 from memwall_strategy.pool.store import MemoryStore
@@ -88,10 +86,10 @@ def _copy(pool: Pool, source: Placement, target: Placement, size: int) -> Callab
     a, b = pool.stores[source.tier], pool.stores[target.tier]
     part = [Placement(p.tier, p.owner, p.arena, p.offset, size) for p in (source, target)]
     if isinstance(a, MemoryStore):
-        memory: torch.Tensor = a.bytes_of(part[0])
+        memory = a.extent_of(part[0])
         return lambda: b.write([(part[1], memory)])
     assert isinstance(b, MemoryStore)  # one end of every route is the host
-    memory = b.bytes_of(part[1])
+    memory = b.extent_of(part[1])
     return lambda: a.read([(part[0], memory)])
 
 

@@ -12,56 +12,43 @@ calling thread, and ``after`` is None.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-import numpy
 import torch
 
 from memwall_strategy.core.block import Placement, Tier
 from memwall_strategy.core.errors import BlockError
 from memwall_strategy.pool.arena import Region
+from memwall_strategy.pool.extent import Extent, extent_of
 from memwall_strategy.pool.table import AddressTable
 
-Pairs = Iterable[tuple[Placement, torch.Tensor]]
-"""Placements, each with the tensor that its bytes come from or go to."""
+Pairs = Iterable[tuple[Placement, torch.Tensor | Extent]]
+"""Placements, each with the contiguous tensor that its bytes come from or go to."""
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as a vector of bytes, without a copy.
-
-    Raises:
-        BlockError: it is not contiguous, so that its bytes do not follow each other.
-    """
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise BlockError(
-            f"a tensor of shape {tuple(tensor.shape)} and strides {tuple(tensor.stride())} is not contiguous. Page "
-            "its .contiguous() copy, or the storage that it views."
-        )
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def matched(pairs: Pairs) -> list[tuple[Placement, torch.Tensor]]:
-    """The pairs with their tensors as bytes; each tensor must be exactly as long as its block.
+def matched(pairs: Pairs) -> list[tuple[Placement, Extent]]:
+    """The pairs with their tensors as memory; each tensor must be exactly as long as its block.
 
     Raises:
-        BlockError: it is not.
+        BlockError: it is not, or it is not contiguous.
     """
     out = []
     for placement, tensor in pairs:
-        flat = as_bytes(tensor)
-        if flat.numel() != placement.bytes:
+        extent = extent_of(tensor)
+        if extent.nbytes != placement.bytes:
             raise BlockError(
-                f"a tensor of {flat.numel()} bytes for a block of {placement.bytes} bytes in the {placement.tier} tier"
+                f"a tensor of {extent.nbytes} bytes for a block of {placement.bytes} bytes in the {placement.tier} tier"
             )
-        out.append((placement, flat))
+        out.append((placement, extent))
     return out
 
 
 class Copier:
-    """Copies bytes between tensors of one device and the host, each calling thread on a stream of its own.
+    """Copies bytes between one device and the host, each calling thread on a stream of its own.
 
     On CPU one thread copies, so that paging takes one core and no more, whatever the number of torch's threads.
 
@@ -77,11 +64,11 @@ class Copier:
         """A mark behind all that the calling thread's current stream was given; None on CPU."""
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: torch.cuda.Event | None = None) -> None:
-        """Copy each second tensor into its first (vectors of bytes) and return when the bytes are there."""
+    def copy(self, pairs: Iterable[tuple[Extent, Extent]], after: torch.cuda.Event | None = None) -> None:
+        """Copy each second extent into its first, of equal length, and return when the bytes are there."""
         if self.device.type != "cuda":
             for target, source in pairs:
-                numpy.copyto(target.numpy(), source.numpy())
+                ctypes.memmove(target.address, source.address, target.nbytes)
             return
         stream = getattr(self._local, "stream", None)
         if stream is None:
@@ -90,7 +77,7 @@ class Copier:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
             for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+                target.tensor().copy_(source.tensor(), non_blocking=True)
         stream.synchronize()
 
 
@@ -160,21 +147,24 @@ class MemoryStore(Store):
             return torch.empty(0, dtype=torch.uint8, device=self._device(placement))
         return self._arenas[placement.arena][placement.offset : placement.offset + placement.bytes]
 
+    def extent_of(self, placement: Placement) -> Extent:
+        """The block's memory, for copies."""
+        return extent_of(self.bytes_of(placement))
+
     def view(self, placement: Placement, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         if math.prod(shape) * dtype.itemsize != placement.bytes:
             raise BlockError(f"a view of shape {tuple(shape)}, {dtype} on a block of {placement.bytes} bytes")
         return self.bytes_of(placement).view(dtype).view(tuple(shape))
 
     def read(self, pairs: Pairs, after: torch.cuda.Event | None = None) -> None:
-        self.copier.copy([(flat, self.bytes_of(placement)) for placement, flat in matched(pairs)], after)
+        self.copier.copy([(extent, self.extent_of(placement)) for placement, extent in matched(pairs)], after)
 
     def write(self, pairs: Pairs, after: torch.cuda.Event | None = None) -> None:
-        self.copier.copy([(self.bytes_of(placement), flat) for placement, flat in matched(pairs)], after)
+        self.copier.copy([(self.extent_of(placement), extent) for placement, extent in matched(pairs)], after)
 
     def shift(self, arena: str, source: Region, to: int) -> None:
-        memory = self._arenas[arena]
-        # numpy copies overlapping arrays as if the source were read first.
-        numpy.copyto(memory[to : to + source.bytes].numpy(), memory[source.offset : source.end].numpy())
+        base = self._arenas[arena].data_ptr()
+        ctypes.memmove(base + to, base + source.offset, source.bytes)  # as if the source were read first
 
     def _device(self, placement: Placement) -> torch.device:
         return torch.device("cpu")

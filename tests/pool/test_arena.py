@@ -93,7 +93,7 @@ def test_defragmentation_lands_on_free_bytes_and_keeps_every_byte(blocks, pinned
         assert_tiled(arena)
     for number, region in live.values():
         assert memory[region.offset : region.end] == bytes([number % 251 + 1]) * region.bytes
-        assert region.bytes < LARGE_BYTES or region.offset % PAGE_BYTES == 0
+        assert blocks[number][0] < LARGE_BYTES or region.offset % PAGE_BYTES == 0
     if not pinned:
         gaps = arena.holes()[:-1]
         assert all(gap.bytes < PAGE_BYTES for gap in gaps), "what is left between blocks is alignment"

@@ -26,6 +26,7 @@ from memwall_strategy.pool import disk as disk_module
 from memwall_strategy.pool.arena import LARGE_BYTES, PAGE_BYTES, Region, aligned
 from memwall_strategy.pool.disk import DiskStore, Span, chunks
 from memwall_strategy.pool.disk_file import DiskFile
+from memwall_strategy.pool.extent import extent_of
 from memwall_strategy.pool.host import HostStore
 from memwall_strategy.pool.table import AddressTable
 
@@ -231,9 +232,9 @@ def test_chunks_cover_every_byte_once_on_whole_units(blocks, unit, chunk, shuffl
     for gap, nbytes in blocks:
         offset += gap * 64
         end = offset + aligned(nbytes, 64)
-        spans.append(Span(offset, end, torch.empty(nbytes, dtype=torch.uint8)))
+        spans.append(Span(offset, end, extent_of(torch.empty(nbytes, dtype=torch.uint8))))
         offset = end
-    owned = {(s.offset, s.end) for s in spans if s.tensor.numel()}
+    owned = {(s.offset, s.end) for s in spans if s.memory.nbytes}
     shuffle.shuffle(spans)
     cut = list(chunks(spans, unit_bytes=unit, chunk_bytes=chunk))
     for part in cut:

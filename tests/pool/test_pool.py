@@ -233,7 +233,7 @@ def test_defragmentation_closes_gaps_and_keeps_every_byte(pool, tier, arena):
     assert_holds(pool, values)
     staging = [p for b, p in pool.table if b.kind == Kind.STAGING]
     assert pool.stores[Tier.DISK]._buffers.qsize() == len(staging)
-    addresses = {buffer.data_ptr() for buffer in list(pool.stores[Tier.DISK]._buffers.queue)}
+    addresses = {buffer.address for buffer in list(pool.stores[Tier.DISK]._buffers.queue)}
     assert addresses == {pool.stores[Tier.HOST].bytes_of(p).data_ptr() for p in staging}, "I/O keeps its buffers"
 
 
