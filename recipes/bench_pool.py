@@ -6,7 +6,7 @@
 
 - ``table``: operations per second of one thread with 10,000 blocks in the table.
 - ``copies``: host to device and back through the tiers' interface, against ``memmove`` between the same addresses (on
-  CUDA: against ``copy_`` on one stream). "by handle" is the same move through the pool's lanes, from submission to wait.
+  CUDA: against ``copy_`` on one stream). "by handle" is the same through the pool's lanes, from submission to wait.
 - ``disk``: writes and reads of the disk tier, against one thread that moves 1 MiB at a time with O_DIRECT from
   page-aligned memory (as ``dd bs=1M oflag=direct`` does), in a file of its own in the same folder. "2000 small" are
   tensors of 1 to 200 bytes as one group; raw is one request of their bytes.

@@ -14,7 +14,6 @@ GPU-direct storage (kvikio) is not used: bytes between disk and CUDA pass throug
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ from memwall_strategy.core.errors import BlockError, TransferError
 from memwall_strategy.pool.arena import PAGE_BYTES, Arena, Region, aligned
 from memwall_strategy.pool.disk_file import DiskFile
 from memwall_strategy.pool.extent import Extent
+from memwall_strategy.pool.probe import tell_once
 from memwall_strategy.pool.store import Copier, MemoryStore, Pairs, Store, matched
 from memwall_strategy.pool.table import AddressTable
 
@@ -40,8 +40,6 @@ WORKERS = 4
 
 _STRIPES = 64
 """Locks over the pages that blocks share."""
-
-_told: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ class DiskStore(Store):
             raise
         table.add_arena(self.tier, "file", Arena(self.file.nbytes))
         if allow_direct and not self.file.direct and self.file.nbytes:
-            self._tell_once(f"the disk tier reads and writes through the page cache: {self.file.why_buffered}")
+            tell_once(f"the disk tier reads and writes through the page cache: {self.file.why_buffered}")
         self._unit_bytes = PAGE_BYTES if self.file.direct else 1
         self._buffers: LifoQueue[Extent] = LifoQueue()
         for place in places:
@@ -266,12 +264,6 @@ class DiskStore(Store):
         for block in self._staging:
             if block in self.table:
                 self.table.drop(block)
-
-    @staticmethod
-    def _tell_once(what: str) -> None:
-        if what not in _told:
-            _told.add(what)
-            warnings.warn(what, stacklevel=3)
 
 
 def _spans(pairs: Pairs) -> list[Span]:

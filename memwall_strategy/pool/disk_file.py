@@ -1,7 +1,8 @@
 """One file of a fixed size that has no name: read and written in place, gone with the last descriptor.
 
 It is made unnamed where the file system can (``O_TMPFILE``), else unlinked right after it is made: however the process
-ends, the kernel frees its blocks. Its whole length is allocated at once, so that a full disk is met at set-up.
+ends, the kernel frees its blocks; forked children close it at once. Its whole length is allocated at set-up, so that a
+full disk is met there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+import weakref
 from pathlib import Path
 
 from memwall_strategy.config import format_size
@@ -20,6 +22,9 @@ from memwall_strategy.pool.arena import PAGE_BYTES
 
 _PREFIX = "memwall-pool-"
 """Of the names that exist for an instant where ``O_TMPFILE`` is missing; whoever finds one may remove it."""
+
+
+_open: weakref.WeakSet[DiskFile] = weakref.WeakSet()
 
 
 class DiskFile:
@@ -42,6 +47,7 @@ class DiskFile:
         self.nbytes = nbytes
         self.folder = folder
         self._fd = _open_unnamed(folder)
+        _open.add(self)
         try:
             self._allocate()
             self.why_buffered = self._try_direct() if allow_direct else "not asked for"
@@ -147,3 +153,12 @@ def _unusable(folder: Path, error: OSError) -> ConfigError:
         f"pool.disk_path={folder} cannot hold the disk tier: {error.strerror}. Name an existing folder that you may "
         "write to."
     )
+
+
+def _close_inherited() -> None:
+    """In a forked child (a data loader worker): it must not keep the blocks when its parent is killed."""
+    for file in list(_open):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

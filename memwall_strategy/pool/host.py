@@ -16,8 +16,8 @@ from memwall_strategy.core.block import Tier
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.pool.arena import Arena
 from memwall_strategy.pool.mapping import Mapping
-from memwall_strategy.pool.numa import Node, bind, nodes
-from memwall_strategy.pool.probe import unused_memory_bytes
+from memwall_strategy.pool.numa import Node, bind, nodes, why_unbound
+from memwall_strategy.pool.probe import tell_once, unused_memory_bytes
 from memwall_strategy.pool.store import Copier, MemoryStore
 from memwall_strategy.pool.table import AddressTable
 
@@ -34,7 +34,8 @@ class HostStore(MemoryStore):
             None.
 
     Raises:
-        ConfigError: more than is unused now, or the driver does not register it.
+        ConfigError: more than is unused now, or the driver does not register it, or a node that was asked for cannot
+            be bound.
     """
 
     tier = Tier.HOST
@@ -55,6 +56,9 @@ class HostStore(MemoryStore):
                 f"unused now. Lower it, or give pool.disk_budget the rest."
             )
         found = list(nodes() if on is None else on)
+        if on is None and (why := why_unbound(found)):
+            tell_once(f"host memory is one arena, from whichever NUMA nodes the kernel takes: {why}")
+            found = [Node(0, 1)]
         shares = _shares(capacity_bytes // mmap.PAGESIZE, [node.memory_bytes for node in found])
         self._registered: list[int] = []
         self._closed = False
@@ -67,10 +71,10 @@ class HostStore(MemoryStore):
                 mapping.bytes.zero_()  # resident from now on: no page fault in a step, and no late surprise
                 if self.copier.device.type == "cuda" and pages:
                     self._register(mapping)
+            table.open_tier(self.tier, sum(m.nbytes for m in maps.values()), reserve_bytes=reserve_bytes)
         except BaseException:
             self._unregister()
             raise
-        table.open_tier(self.tier, sum(m.nbytes for m in maps.values()), reserve_bytes=reserve_bytes)
         for name, mapping in maps.items():
             table.add_arena(self.tier, name, Arena(mapping.nbytes))
             self._arenas[name] = mapping.bytes

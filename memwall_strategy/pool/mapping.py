@@ -17,7 +17,8 @@ class Mapping:
     """Private anonymous memory, zeroed by the kernel on first touch.
 
     Forked children (data loader workers) do not get it: copy-on-write would make every later write of the parent a
-    page fault and a copy. It is unmapped when the last tensor over it is gone, and by the kernel however we end.
+    page fault and a copy, and could give the child the page that direct I/O is filling. It is unmapped when the last
+    tensor over it is gone, and by the kernel however we end.
 
     Args:
         nbytes: length; a whole number of pages, so that what is mapped is what is counted.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import platform
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.pool.mapping import Mapping
 
 NODES = Path("/sys/devices/system/node")
+STATUS = Path("/proc/self/status")
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call; glibc has no wrapper for it."""
@@ -27,15 +31,43 @@ class Node:
     memory_bytes: int
 
 
-def nodes(root: Path = NODES) -> list[Node]:
-    """The nodes with memory, by number; one node of the machine's memory where the kernel shows none."""
+def nodes(root: Path = NODES, status: Path = STATUS) -> list[Node]:
+    """The nodes with memory that this process may use; one node of all memory where the kernel shows none."""
+    may_use = _allowed(status)
     found = []
     for folder in root.glob("node[0-9]*"):
+        index = int(folder.name.removeprefix("node"))
         match = _MEM_TOTAL.search((folder / "meminfo").read_text())
-        if match and int(match[1]):
-            found.append(Node(int(folder.name.removeprefix("node")), int(match[1]) * 1024))
+        if match and int(match[1]) and (may_use is None or index in may_use):
+            found.append(Node(index, int(match[1]) * 1024))
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return sorted(found, key=lambda node: node.index) or [Node(0, whole)]
+
+
+def _allowed(status: Path) -> set[int] | None:
+    """Nodes of the control group's ``cpuset.mems``; None where the kernel does not say."""
+    match = (
+        re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", status.read_text(), re.MULTILINE) if status.exists() else None
+    )
+    if match is None:
+        return None
+    found: set[int] = set()
+    for part in match[1].split(","):
+        low, _, high = part.partition("-")
+        found.update(range(int(low), int(high or low) + 1))
+    return found
+
+
+def why_unbound(found: Sequence[Node]) -> str:
+    """Why memory cannot be taken from a chosen node; empty where it can, or where there is but one."""
+    if len(found) < 2:
+        return ""
+    page = Mapping(mmap.PAGESIZE)
+    try:
+        bind(page.address, page.nbytes, found[0].index)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def bind(address: int, nbytes: int, node: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from memwall_strategy.engine.capacity import CGROUP_ROOT, PROC_CGROUP, memory_gr
 from memwall_strategy.pool.arena import PAGE_BYTES
 from memwall_strategy.pool.disk_file import DiskFile
 from memwall_strategy.pool.mapping import Mapping
-from memwall_strategy.pool.numa import Node, nodes
+from memwall_strategy.pool.numa import Node, nodes, why_unbound
 
 MEMINFO = Path("/proc/meminfo")
 MOUNTS = Path("/proc/self/mounts")
@@ -33,6 +34,7 @@ class Capabilities:
         memory_limit_bytes: the container's limit, or None.
         memlock_limit_bytes: most bytes that this process may lock, or None for no limit; registering host memory
             with CUDA is up to the driver, not to this limit.
+        why_no_numa_binding: why host memory cannot be taken from a chosen node; empty where there is but one.
         why_no_registration: why host memory cannot be registered; empty on CPU, which copies from any memory.
         disk_path: the folder that was looked at, or None.
         disk_free_bytes: room in it.
@@ -44,6 +46,7 @@ class Capabilities:
     unused_memory_bytes: int
     memory_limit_bytes: int | None
     memlock_limit_bytes: int | None
+    why_no_numa_binding: str
     why_no_registration: str
     disk_path: str | None = None
     disk_free_bytes: int = 0
@@ -53,6 +56,8 @@ class Capabilities:
     def missing(self) -> list[str]:
         """One line for each ability that is not there, its name first."""
         lines = []
+        if self.why_no_numa_binding:
+            lines.append(f"NUMA binding: {self.why_no_numa_binding}")
         if self.why_no_registration:
             lines.append(f"host registration: {self.why_no_registration}")
         if self.why_no_direct_io:
@@ -65,7 +70,7 @@ class Capabilities:
         """Refuse to go on without an ability.
 
         Args:
-            ability: ``"direct I/O"``, ``"host registration"`` or ``"disk"``.
+            ability: ``"direct I/O"``, ``"NUMA binding"``, ``"host registration"`` or ``"disk"``.
 
         Raises:
             ConfigError: it is missing; the message says why.
@@ -119,9 +124,20 @@ def probe(disk_path: str | Path | None = None, device: torch.device | str = "cpu
         unused_memory_bytes=unused_memory_bytes(),
         memory_limit_bytes=min(limits, default=None),
         memlock_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        why_no_numa_binding=why_unbound(nodes()),
         why_no_registration=_why_no_registration(torch.device(device)),
         **disk,
     )
+
+
+_told: set[str] = set()
+
+
+def tell_once(what: str) -> None:
+    """Warn of a missing ability, once a process."""
+    if what not in _told:
+        _told.add(what)
+        warnings.warn(what, stacklevel=3)
 
 
 def unused_memory_bytes(meminfo: Path = MEMINFO, proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> int:

@@ -66,9 +66,15 @@ class Copier:
 
     def copy(self, pairs: Iterable[tuple[Extent, Extent]], after: torch.cuda.Event | None = None) -> None:
         """Copy each second extent into its first, of equal length, and return when the bytes are there."""
-        if self.device.type != "cuda":
-            for target, source in pairs:
+        across = []
+        for target, source in pairs:
+            if target.on_cpu and source.on_cpu:
+                if after is not None:  # the host copies at once, whatever streams still do
+                    after.synchronize()
                 ctypes.memmove(target.address, source.address, target.nbytes)
+            else:
+                across.append((target, source))
+        if not across:
             return
         stream = getattr(self._local, "stream", None)
         if stream is None:
@@ -76,7 +82,7 @@ class Copier:
         if after is not None:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
-            for target, source in pairs:
+            for target, source in across:
                 target.tensor().copy_(source.tensor(), non_blocking=True)
         stream.synchronize()
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from memwall_strategy.core.block import Block, Kind, Tier
 from memwall_strategy.core.errors import BlockError, ConfigError, PoolFull, TransferError
-from memwall_strategy.pool import disk as disk_module
+from memwall_strategy.pool import probe as probe_module
 from memwall_strategy.pool.arena import LARGE_BYTES, PAGE_BYTES, Region, aligned
 from memwall_strategy.pool.disk import DiskStore, Span, chunks
 from memwall_strategy.pool.disk_file import DiskFile
@@ -262,6 +262,34 @@ def test_the_file_has_no_name_at_any_time(folder):
     file.close()
 
 
+def test_a_forked_child_does_not_hold_the_file(folder):
+    """A worker that outlives a killed parent for a while must not keep the disk full."""
+    file = DiskFile(folder, 8 * PAGE_BYTES)
+    inode, read, write = os.fstat(file._fd).st_ino, *os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = [fd for fd in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{fd}")]
+        os.write(write, str([fd for fd in held if os.fstat(fd).st_ino == inode]).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100) == b"[]" and os.fstat(file._fd).st_ino == inode
+    os.close(read)
+    os.close(write)
+    file.close()
+
+
+@pytest.mark.parametrize("capacity", [0, 1, PAGE_BYTES + 1])
+def test_tiny_disk_tiers(folder, capacity):
+    table = AddressTable()
+    host = HostStore(table, MIB)
+    store = DiskStore(table, capacity, folder, host=host, chunk_bytes=CHUNK)
+    assert table.capacity_bytes(Tier.DISK) == capacity // PAGE_BYTES * PAGE_BYTES
+    with pytest.raises(PoolFull, match=r"pool\.disk_budget"):
+        table.allocate(block("x"), PAGE_BYTES + 1, Tier.DISK)
+    store.close()
+    host.close()
+
+
 def without_tmpfile(monkeypatch) -> None:
     """As on a file system that knows no O_TMPFILE."""
     real = os.open
@@ -307,7 +335,7 @@ def test_a_file_system_without_direct_io_is_said_once_by_name(folder, monkeypatc
         return real(fd, command, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    monkeypatch.setattr(disk_module, "_told", set())
+    monkeypatch.setattr(probe_module, "_told", set())
     with pytest.warns(UserWarning, match="page cache: the file system of .* refuses O_DIRECT"):
         made = Disk(folder)
     assert not made.store.file.direct

@@ -6,6 +6,7 @@ import gc
 import mmap
 import os
 import re
+import warnings
 import weakref
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import torch
 from memwall_strategy.core.block import Block, Kind, Tier
 from memwall_strategy.core.errors import BlockError, ConfigError, PoolFull
 from memwall_strategy.pool import host as host_module
+from memwall_strategy.pool import numa as numa_module
+from memwall_strategy.pool import probe as probe_module
 from memwall_strategy.pool.arena import Region
 from memwall_strategy.pool.device import ENGINE, DeviceStore
 from memwall_strategy.pool.extent import extent_of
@@ -245,6 +248,24 @@ def test_a_node_that_cannot_be_bound_leaves_nothing_open():
     store.close()
 
 
+def test_where_binding_is_forbidden_one_arena_is_made_and_it_is_said_once(monkeypatch):
+    def refuse(address, nbytes, node):
+        raise ConfigError("memory cannot be bound: not permitted")
+
+    monkeypatch.setattr(numa_module, "bind", refuse)
+    monkeypatch.setattr(host_module, "nodes", lambda: [Node(0, 1 << 30), Node(1, 1 << 30)])
+    monkeypatch.setattr(probe_module, "_told", set())
+    for turn in range(2):
+        table = AddressTable()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            store = HostStore(table, 10 * PAGE)
+        assert [("not permitted" in str(w.message)) for w in said] == ([True] if turn == 0 else [])
+        assert table.allocate(block("all"), 10 * PAGE, Tier.HOST).arena == "node0"
+        table.drop(block("all"))
+        store.close()
+
+
 def test_the_nodes_of_this_machine():
     found = nodes()
     assert found and all(node.memory_bytes > 0 for node in found)
@@ -260,7 +281,11 @@ def test_nodes_are_read_from_what_the_kernel_shows(tmp_path):
     for index, kib in ((0, 1024), (1, 0), (10, 2048)):
         (tmp_path / f"node{index}").mkdir()
         (tmp_path / f"node{index}" / "meminfo").write_text(f"Node {index} MemTotal:       {kib} kB\n")
-    assert nodes(tmp_path) == [Node(0, 1024 * KIB), Node(10, 2048 * KIB)]
+    (tmp_path / "status").write_text("Name: x\nMems_allowed_list:\t0-1,4,9-10\n")
+    (tmp_path / "less").write_text("Mems_allowed_list:\t10\n")
+    assert nodes(tmp_path, tmp_path / "less") == [Node(10, 2048 * KIB)]
+    assert nodes(tmp_path, tmp_path / "status") == nodes(tmp_path, tmp_path / "nowhere")
+    assert nodes(tmp_path, tmp_path / "status") == [Node(0, 1024 * KIB), Node(10, 2048 * KIB)]
     assert len(nodes(tmp_path / "nowhere")) == 1
 
 
