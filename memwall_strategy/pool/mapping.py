@@ -8,7 +8,7 @@ import weakref
 
 import torch
 
-_LIVE: weakref.WeakSet[Mapping] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _INHERITED: list[object] = []
 """In a forked child: the parent's mappings, which are not mapped there and must never be unmapped there."""
 
@@ -38,7 +38,7 @@ class Mapping:
         # The tensor keeps the mmap object alive but takes no lock on it: mmap.close() would leave it dangling, so
         # nobody calls that, and the last reference unmaps.
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        _LIVE.add(self)
+        _LIVE.add(self._map)
         if touch:
             self.bytes.zero_()
 
@@ -58,7 +58,7 @@ class Mapping:
 
 
 def _keep_inherited() -> None:
-    _INHERITED.extend((live._map, live.bytes) for live in _LIVE)
+    _INHERITED.extend(_LIVE)
 
 
 os.register_at_fork(after_in_child=_keep_inherited)

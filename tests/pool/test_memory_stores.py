@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 import os
@@ -29,6 +30,8 @@ from memwall_strategy.pool.table import AddressTable
 
 KIB = 1024
 PAGE = mmap.PAGESIZE
+MAP_FIXED_NOREPLACE = 0x100000
+"""From Linux's ``mman.h``; the mmap module has no name for it."""
 
 
 def block(name: str) -> Block:
@@ -109,16 +112,21 @@ def _flags(address: int) -> str:
 def test_a_forked_child_neither_gets_nor_loses_the_memory():
     """It holds no copy of the pages, and dropping its references unmaps nothing that it may have put there."""
     mapping = Mapping(64 * PAGE, touch=True)
-    address = mapping.address
+    address, tensor = mapping.address, mapping.bytes
+    del mapping
     child = os.fork()
     if child == 0:
         gone = not mapped(address)
-        del mapping
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+        put = libc.mmap(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), 3, flags, -1, ctypes.c_long(0))
+        del tensor
         gc.collect()
-        os._exit(0 if gone else 1)
+        os._exit(0 if gone and put == address and mapped(address) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    mapping.bytes.fill_(7)
-    assert int(mapping.bytes.sum()) == 7 * 64 * PAGE
+    tensor.fill_(7)
+    assert int(tensor.sum()) == 7 * 64 * PAGE
 
 
 @pytest.mark.parametrize("make", [DeviceStore, HostStore])
