@@ -155,7 +155,10 @@ class MemoryStore(Store):
 
     def extent_of(self, placement: Placement) -> Extent:
         """The block's memory, for copies."""
-        return extent_of(self.bytes_of(placement))
+        memory = self._arenas.get(placement.arena)
+        if memory is None or not placement.bytes:
+            return extent_of(self.bytes_of(placement))
+        return Extent(memory, placement.offset, placement.bytes, memory.data_ptr() + placement.offset)
 
     def view(self, placement: Placement, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         if math.prod(shape) * dtype.itemsize != placement.bytes:
