@@ -33,6 +33,7 @@ from memwall_strategy.pool.state_pager import PageIn, StatePager, UnitState
 from memwall_strategy.pool.state_placement import Room, StatePlacement, place_state, slot_bytes
 from memwall_strategy.pool.store import Store
 from memwall_strategy.pool.table import AddressTable
+from memwall_strategy.telemetry.events import EventKind
 
 if TYPE_CHECKING:
     from memwall_strategy.runtime.runtime import Runtime
@@ -111,6 +112,12 @@ class PoolPillar(BasePillar):
             self.pagers.append(pager)
             if pages:
                 pool_optimizer(optimizer, pager)
+        sizes = {block: size for each in units for unit in each for block, size in unit.sizes().items()}
+        bytes_in = {t: sum(sizes[b] for b, home in placement.homes.items() if home is t) for t in Tier}
+        runtime.events.emit(
+            EventKind.STATE_PLACED, device_bytes=bytes_in[Tier.DEVICE], host_bytes=bytes_in[Tier.HOST],
+            disk_bytes=bytes_in[Tier.DISK], slots=placement.slots, slot_bytes=placement.slot_bytes,
+        )  # fmt: skip
         if pool is not None and runtime.memory is not None:
             for store in self.stores.values():
                 for storage in store.storages():

@@ -159,7 +159,10 @@ class MemoryStore(Store):
 
     def extent_of(self, placement: Placement) -> Extent:
         """The block's memory, for copies."""
-        return extent_of(self.bytes_of(placement))
+        memory = self._arenas.get(placement.arena)
+        if memory is None or not placement.bytes:
+            return extent_of(self.bytes_of(placement))
+        return Extent(memory, placement.offset, placement.bytes, memory.data_ptr() + placement.offset)
 
     def storages(self) -> Iterable[torch.UntypedStorage]:
         return [memory.untyped_storage() for memory in self._arenas.values()]

@@ -30,6 +30,7 @@ class EventKind(StrEnum):
     RUN_STOPPED = "run_stopped"
     RUN_FAILED = "run_failed"
     PLAN = "plan"
+    STATE_PLACED = "state_placed"
     MEMORY_HIGH = "memory_high"
     BUDGET_EXCEEDED = "budget_exceeded"
     STEP_ABORTED = "step_aborted"
@@ -82,6 +83,12 @@ EVENTS: dict[EventKind, EventType] = {
         Severity.INFO, "the memory plan that the run was started with",
         {"resident_bytes": "of a rank between two steps", "peak_bytes": "of a rank within a step",
          "limit_bytes": "the budget; null where none is known", "fits": "true, false or null"},
+    ),
+    EventKind.STATE_PLACED: EventType(
+        Severity.INFO, "the optimizers' state was given its places",
+        {"device_bytes": "that stay on the device", "host_bytes": "that rest on the host", "disk_bytes": "that rest on "
+         "disk", "slots": "units whose state may be on its way at a time; 0 where nothing is paged",
+         "slot_bytes": "of each"},
     ),
     EventKind.MEMORY_HIGH: EventType(
         Severity.WARNING, "a step's peak passed the watched share of the budget (told again once it fell below)",

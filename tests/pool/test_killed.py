@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROUNDS = 24
+ROUNDS = 16
 SLACK_BYTES = 4 * 1024 * 1024
 """Other processes write to the same disk meanwhile; one leftover pool would hold 8 MiB."""
 
