@@ -29,6 +29,13 @@ MFU = "memwall/mfu"
 DEVICE_BYTES = "memwall/pool/device_bytes"
 DEVICE_PEAK_BYTES = "memwall/pool/device_peak_bytes"
 UTILIZATION = "memwall/pool/utilization"
+HOST_BYTES = "memwall/pool/host_bytes"
+DISK_BYTES = "memwall/pool/disk_bytes"
+PAGE_IN_S = "memwall/pool/page_in_s"
+PAGE_OUT_S = "memwall/pool/page_out_s"
+PAGE_EXPOSED_S = "memwall/pool/exposed_s"
+ACCESS_P50_S = "memwall/pool/access_p50_s"
+ACCESS_JITTER = "memwall/pool/access_jitter"
 EXPOSED_S = "memwall/overlap/exposed_s"
 EXPOSED_FRACTION = "memwall/overlap/exposed_fraction"
 LANE_BUSY_S = "memwall/overlap/lane_busy_s/<lane>"
@@ -46,6 +53,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(DEVICE_BYTES, "B", "bytes that rank 0 holds for the model on its device at the end of the step"),
     Metric(DEVICE_PEAK_BYTES, "B", "the most that it held in the step"),
     Metric(UTILIZATION, "1", "that peak over the rank's budget, where one is set"),
+    Metric(HOST_BYTES, "B", "bytes of rank 0's pool that rest on the host"),
+    Metric(DISK_BYTES, "B", "bytes of rank 0's pool that rest on disk"),
+    Metric(PAGE_IN_S, "s", "time in which rank 0's lane brought optimizer state in"),
+    Metric(PAGE_OUT_S, "s", "time in which rank 0's lane sent optimizer state out"),
+    Metric(PAGE_EXPOSED_S, "s", "time in which rank 0's training thread waited for either"),
+    Metric(ACCESS_P50_S, "s", "median time of the last page-ins of a unit"),
+    Metric(ACCESS_JITTER, "1", "their 95th percentile over their median, less 1"),
     Metric(EXPOSED_S, "s", "time in which rank 0's training thread waited for communication"),
     Metric(EXPOSED_FRACTION, "1", "that time over the step's time"),
     Metric(LANE_BUSY_S, "s", "time in which rank 0's lane was transferring"),
