@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 import memwall_strategy
-from memwall_strategy.cli.schema import ENTRIES, find_doc, register
+from memwall_strategy.cli.schema import ENTRIES, TARGETS, find_doc, register
 from memwall_strategy.core.errors import ConfigError, nearest
 
 CONFIG_FOLDER = Path(memwall_strategy.__file__).parent / "conf"
@@ -31,20 +31,30 @@ def compose_run(overrides: Sequence[str], *, folder: Path = CONFIG_FOLDER, name:
     if not (folder / f"{name}.yaml").is_file():
         raise ConfigError(f"There is no {name}.yaml in {folder}. Correct --config-dir or --config-name.")
     register()
-    parsed = _parse(overrides)
+    parsed = parse(overrides)
     with initialize_config_dir(config_dir=str(folder.resolve()), version_base=_HYDRA_VERSION):
         try:
             config = compose(name, overrides=list(overrides))
+            _refuse_deletions(parsed, config)
             missing = sorted(OmegaConf.missing_keys(config))
             OmegaConf.resolve(config)
         except MissingConfigException as error:
             raise ConfigError(_missing_config(error, parsed, folder)) from error
         except (ConfigCompositionException, OmegaConfBaseException) as error:
-            cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
-            raise ConfigError(_explain(cause, parsed, folder, name)) from error
+            raise ConfigError(_explain(_cause(error), parsed, folder, name)) from error
+        except ValueError as error:  # Hydra's own, of what an override may be
+            raise ConfigError(_bad_choice(error, parsed)) from error
     if missing:
         raise ConfigError(f"{missing[0]} has no value. Give it one: {missing[0]}=... {_what_it_is(missing[0])}".strip())
     return config
+
+
+def sweep_folder(overrides: Sequence[str], *, folder: Path = CONFIG_FOLDER, name: str = CONFIG_NAME) -> Path:
+    """Where a sweep with such a job belongs: ``hydra.sweep.dir``."""
+    register()
+    with initialize_config_dir(config_dir=str(folder.resolve()), version_base=_HYDRA_VERSION):
+        config = compose(name, overrides=list(overrides), return_hydra_config=True)
+        return Path(config.hydra.sweep.dir).expanduser()
 
 
 def groups(folder: Path = CONFIG_FOLDER) -> dict[str, list[str]]:
@@ -55,7 +65,12 @@ def groups(folder: Path = CONFIG_FOLDER) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """The command line's overrides.
+
+    Raises:
+        ConfigError: one that cannot be read.
+    """
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
@@ -65,6 +80,55 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
         ) from error
     except HydraException as error:
         raise ConfigError(f"The arguments cannot be read: {error}. Write key=value, one an argument.") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The innermost error that Hydra or OmegaConf raised and that knows the key, else the innermost."""
+    chain = [error]
+    while isinstance(chain[-1].__cause__, (HydraException, OmegaConfBaseException)):
+        chain.append(chain[-1].__cause__)
+    return next((each for each in reversed(chain) if getattr(each, "full_key", None)), chain[-1])
+
+
+def _refuse_deletions(parsed: list[Override], config: DictConfig) -> None:
+    """``~option`` would leave an option to a default that nobody sees; only a class of the user's own may need it."""
+    for override in parsed:
+        if not override.is_delete():
+            continue
+        group, _, option = override.key_or_group.partition(".")
+        if option and group in TARGETS and OmegaConf.select(config, f"{group}._target_") != TARGETS[group]:
+            continue
+        raise ConfigError(_deletion(override))
+
+
+def _deletion(override: Override) -> str:
+    key = override.key_or_group
+    how = ", null where it may be unset" if "." in key else ", to one of the choices that --help lists"
+    return f"{override.input_line} takes away what the run needs. Set it instead ({key}=...){how}."
+
+
+def _bad_choice(error: ValueError, parsed: list[Override]) -> str:
+    known = groups()
+    for override in parsed:
+        options = known.get(override.key_or_group)
+        if options is not None and not isinstance(override.value(), str):
+            shown = override.input_line
+            return f"{shown}: a group takes the name of a choice. There are: {', '.join(options)}."
+    return f"{error} Correct that argument, or see memwall-train --help."
+
+
+def _misused(parsed: list[Override], config_name: str) -> str | None:
+    """What is wrong with an override's form, where Hydra's own words do not say what to write."""
+    known = groups()
+    for override in parsed:
+        key, line = override.key_or_group, override.input_line
+        if override.is_sweep_override():
+            return f"{line} names several values. Add -m to run one after the other; a list is written key=[a,b]."
+        if override.is_add() and key in known and config_name == CONFIG_NAME:
+            return f"{line}: {key} is there already. Leave out the +."
+        if override.package is not None:
+            return f"{line}: a choice belongs to its own group here. Leave out @{override.package}."
+    return None
 
 
 def _missing_config(error: MissingConfigException, parsed: list[Override], folder: Path) -> str:
@@ -79,6 +143,9 @@ def _missing_config(error: MissingConfigException, parsed: list[Override], folde
 
 
 def _explain(cause: BaseException, parsed: list[Override], folder: Path, name: str) -> str:
+    misused = _misused(parsed, name)
+    if misused is not None:
+        return misused
     key = getattr(cause, "full_key", None) or ""
     text = str(cause).split("\n")[0]
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) and key:
@@ -89,8 +156,11 @@ def _explain(cause: BaseException, parsed: list[Override], folder: Path, name: s
         given = next((o.get_value_string() for o in parsed if o.key_or_group == key), None)
         shown = f"{key}={given}" if given is not None else key
         return f"{shown} does not fit ({_decapitalize(text)}).{wanted} {_what_it_is(key)}".strip()
+    deleted = next((o for o in parsed if o.is_delete()), None)
+    if deleted is not None and re.search("delet", text):
+        return _unknown_key(deleted.key_or_group, folder, name) if "exist" in text else _deletion(deleted)
     where = f"{key}: " if key else ""
-    return f"{where}{text} Correct that argument, or see memwall-train --help."
+    return f"{where}{text.rstrip('.')}. Correct that argument, or see memwall-train --help."
 
 
 def _unknown_key(key: str, folder: Path, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
@@ -19,8 +20,9 @@ from rich.console import Console
 
 from memwall_strategy.cli.checkpoints import checkpoint_callbacks
 from memwall_strategy.cli.launch import Launch
-from memwall_strategy.cli.planning import plan_run
+from memwall_strategy.cli.planning import peak_flops, plan_run
 from memwall_strategy.cli.report import print_summary
+from memwall_strategy.cli.run_callbacks import DescribedPeak, TraceFile
 from memwall_strategy.cli.schema import ENTRIES
 from memwall_strategy.cli.settings import Settings
 from memwall_strategy.core.errors import ConfigError
@@ -44,19 +46,16 @@ def train(settings: Settings, part: Launch, tokens: TokenFiles | None) -> dict[s
     console = run_console()
     L.seed_everything(settings.run.seed, workers=True, verbose=False)
     plain = settings.plain
-    optimizer, scheduler = _make(plain["optimizer"]), _make(plain["scheduler"])
-    module = _make(plain["model"], _partial_=True)(optimizer=optimizer, scheduler=scheduler)
-    data = _make(plain["data"])
-    callbacks = [_make(node) for node in plain["callbacks"].values()]
+    module, tried = build_module(settings)
+    data = _make("data", plain["data"])
+    callbacks = [_make(f"callbacks.{name}", node) for name, node in plain["callbacks"].items()]
     telemetry = next((each for each in callbacks if isinstance(each, TelemetryMethods)), None)
     loggers = _loggers(settings, part)
-    trainer = _trainer(settings, part, callbacks, loggers)
+    trainer = _trainer(settings, part, [*callbacks, *_callbacks(settings, part)], loggers)
     events = trainer.strategy.events
     events.subscribe(part.folder.write_event)
     resume = str(part.checkpoint) if part.checkpoint else None
-    plan = plan_run(
-        settings, module, _try_out(plain, optimizer, scheduler), trainer.world_size, trainer.strategy.root_device
-    )
+    plan = plan_run(settings, module, tried, trainer.world_size, trainer.strategy.root_device)
     ours = [logger for logger in loggers if isinstance(logger, StartedLogger)]
     for logger in ours:
         logger.start(events, plain)
@@ -96,12 +95,37 @@ def _describe(meta: dict[str, Any]) -> str:
     )
 
 
-def _make(node: dict[str, Any], **more: Any) -> Any:
+def build_module(settings: Settings) -> tuple[L.LightningModule, torch.optim.Optimizer]:
+    """The run's training module, and an optimizer of its kind on one number.
+
+    Our own model is built on the meta device and takes no memory until it is sharded, unit by unit.
+
+    Raises:
+        ConfigError: a class that cannot be found, or that refuses its options.
+    """
+    plain = settings.plain
+    optimizer, scheduler = _make("optimizer", plain["optimizer"]), _make("scheduler", plain["scheduler"])
+    make = _make("model", plain["model"], _partial_=True)
+    with torch.device("meta") if settings.model is not None else contextlib.nullcontext():
+        try:
+            module = make(optimizer=optimizer, scheduler=scheduler)
+        except TypeError as error:
+            raise ConfigError(
+                f"model: {plain['model'].get('_target_')} refuses its options: {error}. It is called with the options "
+                "of model, and optimizer= and scheduler= (functions that make them); take these."
+            ) from error
+    return module, _try_out(plain, optimizer, scheduler)
+
+
+def _make(group: str, node: dict[str, Any], **more: Any) -> Any:
     try:
         return instantiate({**node, **more}, _convert_="all")
     except InstantiationException as error:
-        cause = error.__cause__ or error
-        raise ConfigError(f"{node.get('_target_')} cannot be built from these options: {cause}") from error
+        cause = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError(
+            f"{group}: {node.get('_target_')} cannot be built from these options: {cause} "
+            f"Correct {group}._target_, or the options of {group}."
+        ) from error
 
 
 def _try_out(plain: dict[str, Any], optimizer: Any, scheduler: Any) -> torch.optim.Optimizer:
@@ -123,12 +147,27 @@ def _try_out(plain: dict[str, Any], optimizer: Any, scheduler: Any) -> torch.opt
 def _loggers(settings: Settings, part: Launch) -> list[Any]:
     """The run folder's, then those of the group ``logger``; a ``save_dir`` left open is the run folder."""
     made = [run_log_class("lightning")(part.folder)]
-    for node in settings.plain["logger"].values():
+    for name, node in settings.plain["logger"].items():
         more = {"save_dir": str(part.folder.path)} if node.get("save_dir", "") is None else {}
         if node["_target_"] == ENTRIES["logger"]["wandb"][1]:
             more["run_name"] = settings.run.name
-        made.append(_make(node, **more))
+        made.append(_make(f"logger.{name}", node, **more))
     return made
+
+
+def _callbacks(settings: Settings, part: Launch) -> list[L.Callback]:
+    callbacks: list[L.Callback] = []
+    if (flops := peak_flops(settings)) is not None:
+        callbacks.append(DescribedPeak(flops))
+    if settings.memwall.overlap.trace:
+        callbacks.append(TraceFile(part.folder))
+    return callbacks
+
+
+def _mfu_peak(settings: Settings) -> str:
+    if (flops := peak_flops(settings)) is not None:
+        return f"described: {flops:.4g} operations/s of hardware {settings.hardware.name}"
+    return "measured in the run: the best of a few large matrix products on each rank, in the run's precision"
 
 
 def _trainer(settings: Settings, part: Launch, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
@@ -174,7 +213,7 @@ def _summarize(
         "events": telemetry.event_counts if telemetry is not None else {},
         "text": tokens.meta if tokens else None,
         "environment": environment(trainer.world_size, torch.get_num_threads(), str(trainer.strategy.root_device)),
-        "mfu_peak": "measured in the run: the best of a few large matrix products on each rank, in the run's precision",
+        "mfu_peak": _mfu_peak(settings),
         "seed": settings.run.seed,
     }
     part.folder.write_summary(summary)

@@ -71,10 +71,17 @@ def launch(settings: Settings) -> Launch:
         else RunFolder(Path(str(paths.run_folder)).expanduser())
     )
     if not externally:
+        share_machine(settings)
         os.environ[_CHOSEN] = json.dumps(
             {"folder": str(folder.path), "checkpoint": str(checkpoint) if checkpoint else None}
         )
     return Launch(first, folder, checkpoint)
+
+
+def share_machine(settings: Settings) -> None:
+    """Say how many ranks share this machine, as other launchers do: a rank counts on its share of the memory."""
+    if isinstance(settings.trainer.devices, int):
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(settings.trainer.devices))
 
 
 def find_checkpoint(settings: Settings) -> Path | None:

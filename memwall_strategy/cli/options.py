@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memwall_strategy.config import Size, parse_size
 from memwall_strategy.core.errors import ConfigError, nearest
 
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed", "16-mixed")
 CLIPPING = ("norm", "value")
+DEVICES = ("cpu", "cuda")
+_ENDLESS_BYTES = 2**62
+"""More than any device has."""
 
 
 def _whole_number(option: str, value: object, lowest: int) -> None:
@@ -179,6 +183,57 @@ class PathsOptions:
 
     cache_dir: str | None = None
     """Where token files are kept between runs. None: $XDG_CACHE_HOME/memwall or ~/.cache/memwall."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareOptions:
+    """The machine that the plan and the MFU are for; what is null is found or measured on this one."""
+
+    name: str = "local"
+    """What it is called in the plan."""
+
+    device: str | None = None
+    """cpu or cuda. None: what trainer.accelerator finds here."""
+
+    device_memory: Size | None = None
+    """Memory of one device: the plan's limit, and what a fraction in pool.device_budget is a fraction of. None: as
+    found here, shared by the ranks."""
+
+    fp32_flops: float | None = None
+    """Operations per second of one device in fp32 products. None: measured in the run; no compute time is planned."""
+
+    bf16_flops: float | None = None
+    """The same in bf16."""
+
+    fp16_flops: float | None = None
+    """The same in fp16."""
+
+    link_bytes_per_s: float | None = None
+    """Bytes that one device receives per second from others of its machine. None: no communication time is planned."""
+
+    network_bytes_per_s: float | None = None
+    """Bytes that one device receives per second from other machines."""
+
+    devices_per_machine: int | None = None
+    """Devices that share the fast links. None: all of them."""
+
+    def __post_init__(self) -> None:
+        if self.device is not None:
+            _one_of("hardware.device", self.device, DEVICES)
+        if self.device_memory is not None:
+            if isinstance(self.device_memory, float):
+                raise ConfigError(
+                    f"hardware.device_memory={self.device_memory} is a fraction; it says how much there is. "
+                    "Write a size, such as hardware.device_memory=80GiB."
+                )
+            if not parse_size(self.device_memory, option="hardware.device_memory", available_bytes=_ENDLESS_BYTES):
+                raise ConfigError("hardware.device_memory=0 leaves no room. Write a size, or null for what is here.")
+        for name in ("fp32_flops", "bf16_flops", "fp16_flops", "link_bytes_per_s", "network_bytes_per_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"hardware.{name}={value} must be above 0. For what is not known write null.")
+        if self.devices_per_machine is not None:
+            _whole_number("hardware.devices_per_machine", self.devices_per_machine, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memwall_strategy.cli.options import HardwareOptions
 from memwall_strategy.cli.settings import Settings
-from memwall_strategy.config import format_size
+from memwall_strategy.config import format_size, parse_size
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.capacity import available_device_bytes
 from memwall_strategy.engine.units import plan_sharding
@@ -15,22 +18,28 @@ from memwall_strategy.planner import (
     ActivationSpec,
     Budgets,
     ClusterSpec,
+    HardwareSpec,
     ModelSpec,
     OptimizerSpec,
     Plan,
+    StepBounds,
+    bound_step,
     gpt_activations,
+    gpt_flops,
     plan,
 )
-from memwall_strategy.runtime.runtime import device_budget_bytes
 
+_FLOPS = {"32-true": "fp32_flops", "bf16-true": "bf16_flops", "bf16-mixed": "bf16_flops", "16-mixed": "fp16_flops"}
 _COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
 
 
 def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world: int, device: torch.device) -> Plan:
-    """Plan one rank's memory; no process exists yet.
+    """Plan one rank's memory, and the least time of a step where the hardware is described; no process exists yet.
 
     Args:
+        module: on any device; on meta it takes no memory.
         optimizer: of the run's class and options, on any parameter.
+        device: the rank's, which need not be there when ``hardware.device_memory`` says what it has.
 
     Raises:
         ConfigError: the budget is above what is there, or below what rests between two steps.
@@ -39,14 +48,21 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
     sharding = plan_sharding(
         module, unit_classes=memwall.unit_classes, split=True, low_precision=trainer.precision != "32-true"
     )
-    budget_bytes = device_budget_bytes(memwall, device) if memwall.pool.enabled else None
+    memory_bytes = device_memory_bytes(settings, device)
+    budget_bytes = None
+    if memwall.pool.enabled and memwall.pool.device_budget is not None:
+        budget_bytes = parse_size(
+            memwall.pool.device_budget, option="pool.device_budget", available_bytes=memory_bytes
+        )
     overlap = memwall.overlap
     lanes = overlap.enabled and overlap.lanes and device.type == "cpu"
     explicit = overlap.enabled and (lanes or overlap.prefetch > 1)  # else the engine's own prefetch, one unit
+    model = ModelSpec.from_module(module, [name for name, _ in sharding.units])
+    cluster = ClusterSpec(world=world, replicate=memwall.replicate, device_bytes=memory_bytes)
     made = plan(
-        ModelSpec.from_module(module, [name for name, _ in sharding.units]),
-        ClusterSpec(world=world, replicate=memwall.replicate),
-        Budgets(device_bytes=budget_bytes if budget_bytes is not None else available_device_bytes(device)),
+        model,
+        cluster,
+        Budgets(device_bytes=budget_bytes),
         optimizer=OptimizerSpec.from_optimizer(optimizer),
         precision=trainer.precision,
         micro_batch=settings.text.batch_size if settings.text else 1,
@@ -63,7 +79,52 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
             f"state alone are {format_size(made.resident_bytes)} on each of {world} ranks. Raise the budget, or use "
             "more ranks (trainer.devices)."
         )
-    return made
+    return replace(made, bounds=_bounds(settings, model, cluster))
+
+
+def device_memory_bytes(settings: Settings, device: torch.device) -> int:
+    """Memory of one rank's device: as the hardware is described, else as found here."""
+    described = settings.hardware.device_memory
+    if described is None:
+        return available_device_bytes(device)
+    return parse_size(described, option="hardware.device_memory")
+
+
+def peak_flops(settings: Settings) -> float | None:
+    """Operations per second of the described device in the run's precision; None: to be measured."""
+    return getattr(settings.hardware, _FLOPS[settings.trainer.precision])
+
+
+def _bounds(settings: Settings, model: ModelSpec, cluster: ClusterSpec) -> StepBounds | None:
+    hardware, ours, text = settings.hardware, settings.model, settings.text
+    spec = HardwareSpec(
+        name=hardware.name,
+        peak_flops=peak_flops(settings),
+        link_bytes_per_s=hardware.link_bytes_per_s,
+        network_bytes_per_s=hardware.network_bytes_per_s,
+        devices_per_machine=hardware.devices_per_machine,
+    )
+    if hardware == HardwareOptions():
+        return None  # this machine, of which nothing was said
+    flops = None
+    if ours is not None and text is not None:
+        flops = gpt_flops(
+            layers=ours.layers,
+            hidden=ours.hidden,
+            vocabulary=ours.vocab,
+            mlp_ratio=ours.mlp_ratio,
+            sequence=text.seq_len,
+            samples=text.batch_size * settings.trainer.accumulate_grad_batches,
+        )
+    return bound_step(
+        spec,
+        model,
+        cluster,
+        precision=settings.trainer.precision,
+        flops=flops,
+        accumulate=settings.trainer.accumulate_grad_batches,
+        accumulate_how=settings.memwall.accumulate,
+    )
 
 
 def _activations(settings: Settings) -> ActivationSpec | None:

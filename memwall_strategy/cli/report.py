@@ -22,7 +22,7 @@ _FIGURES = (
     ("validation, bits per byte", names.VAL_BITS_PER_BYTE, "{:.3f}"),
     ("step time, median (s)", names.STEP_S, "{:.3f}"),
     ("tokens/s, median", names.TOKENS_PER_S, "{:,.0f}"),
-    ("MFU, median, of the measured peak", names.MFU, "{:.1%}"),
+    ("MFU, median", names.MFU, "{:.1%}"),
     ("exposed communication, median share", names.EXPOSED_FRACTION, "{:.1%}"),
     ("training, with validation and saving (s)", "train/wall_s", "{:.1f}"),
     ("whole run (s)", "run/wall_s", "{:.1f}"),

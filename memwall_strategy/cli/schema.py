@@ -19,7 +19,14 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from memwall_strategy.cli import options as cli
-from memwall_strategy.config import MemwallConfig, OverlapConfig, PoolConfig, ResilienceConfig
+from memwall_strategy.config import (
+    ClusterConfig,
+    MemwallConfig,
+    OverlapConfig,
+    PoolConfig,
+    ResilienceConfig,
+    TopologyConfig,
+)
 from memwall_strategy.recipes.gpt.options import GPTOptions
 from memwall_strategy.recipes.text.options import TextOptions
 from memwall_strategy.telemetry.options import ProgressOptions, TelemetryConfig, TensorBoardOptions, WandbOptions
@@ -27,6 +34,17 @@ from memwall_strategy.telemetry.options import ProgressOptions, TelemetryConfig,
 _MODULE = "memwall_strategy.recipes"
 GPT_TARGET = f"{_MODULE}.gpt.module.gpt"
 TEXT_TARGET = f"{_MODULE}.text.data.text_data"
+
+TARGETS = {"model": GPT_TARGET, "data": TEXT_TARGET}
+"""Groups whose class a user may replace by one of their own -> ours."""
+
+_OPTIMIZERS = (("adamw", cli.AdamWOptions, "torch.optim.AdamW"), ("sgd", cli.SGDOptions, "torch.optim.SGD"))
+_SCHEDULERS = (
+    ("cosine", cli.CosineOptions, f"{_MODULE}.schedule.cosine"),
+    ("constant", cli.ConstantOptions, f"{_MODULE}.schedule.constant"),
+)
+KNOWN_TARGETS = {GPT_TARGET, TEXT_TARGET, *(target for _, _, target in (*_OPTIMIZERS, *_SCHEDULERS))}
+"""What our own choices build."""
 
 GROUPS: dict[str, tuple[type, ...]] = {
     "model": (GPTOptions,),
@@ -37,7 +55,10 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "strategy": (MemwallConfig,),
     "pool": (PoolConfig,),
     "overlap": (OverlapConfig,),
+    "cluster": (ClusterConfig,),
+    "topology": (TopologyConfig,),
     "resilience": (ResilienceConfig,),
+    "hardware": (cli.HardwareOptions,),
     "paths": (cli.PathsOptions,),
     "logger": (),
     "callbacks": (),
@@ -56,7 +77,7 @@ ENTRIES: dict[str, dict[str, tuple[type, str]]] = {
 }
 """Groups that hold any number of objects -> name -> options and class of ours; the user adds others by ``_target_``."""
 
-PILLARS = ("pool", "overlap", "resilience")
+PILLARS = ("pool", "overlap", "cluster", "topology", "resilience")
 """Groups that are parts of ``MemwallConfig``."""
 
 STRATEGY_FIELDS = tuple(f.name for f in dataclasses.fields(MemwallConfig) if f.default is not dataclasses.MISSING)
@@ -69,29 +90,34 @@ def register() -> None:
     run = [(group, Any, dataclasses.field(default=MISSING)) for group in GROUPS]
     store(group="schema", name="train", node=dataclasses.make_dataclass("Run", run, bases=(_schema(cli.TrainOptions),)))
     store(group="schema", name="strategy", node=_schema(MemwallConfig, only=STRATEGY_FIELDS))
-    for name, cls in (("pool", PoolConfig), ("overlap", OverlapConfig), ("resilience", ResilienceConfig)):
-        store(group="schema", name=name, node=_schema(cls))
-    store(group="schema", name="paths", node=_schema(cli.PathsOptions))
-    store(group="schema", name="trainer", node=_schema(cli.TrainerOptions))
+    for name in (*PILLARS, "hardware", "paths", "trainer"):
+        store(group="schema", name=name, node=_schema(*GROUPS[name]))
     for group, entries in ENTRIES.items():
         for name, (cls, target) in entries.items():
             store(group=f"schema/{group}", name=name, node=_schema(cls, target=target))
     store(group="schema/model", name="gpt", node=_schema(GPTOptions, target=GPT_TARGET))
     store(group="schema/data", name="text", node=_schema(TextOptions, target=TEXT_TARGET))
-    for group, name, cls, target in (
-        ("optimizer", "adamw", cli.AdamWOptions, "torch.optim.AdamW"),
-        ("optimizer", "sgd", cli.SGDOptions, "torch.optim.SGD"),
-        ("scheduler", "cosine", cli.CosineOptions, f"{_MODULE}.schedule.cosine"),
-        ("scheduler", "constant", cli.ConstantOptions, f"{_MODULE}.schedule.constant"),
-    ):
-        store(group=f"schema/{group}", name=name, node=_schema(cls, target=target, partial=True))
+    hf = _schema(TextOptions, target=TEXT_TARGET, mandatory=("dataset",))
+    store(group="schema/data", name="hf", node=hf)
+    for group, choices in (("optimizer", _OPTIMIZERS), ("scheduler", _SCHEDULERS)):
+        for name, cls, target in choices:
+            store(group=f"schema/{group}", name=name, node=_schema(cls, target=target, partial=True))
 
 
 @functools.cache
 def _schema(
-    cls: type, *, target: str | None = None, partial: bool = False, only: tuple[str, ...] | None = None
+    cls: type,
+    *,
+    target: str | None = None,
+    partial: bool = False,
+    only: tuple[str, ...] | None = None,
+    mandatory: tuple[str, ...] = (),
 ) -> type:
-    """A copy of a frozen options class that OmegaConf may write to, with Hydra's ``_target_`` where one is given."""
+    """A copy of a frozen options class that OmegaConf may write to, with Hydra's ``_target_`` where one is given.
+
+    Args:
+        only: fields to take; mandatory: those that must be given a value, whatever their default.
+    """
     hints = typing.get_type_hints(cls)
     made: list[tuple[str, Any, Any]] = []
     if target is not None:
@@ -100,7 +126,8 @@ def _schema(
         made.append(("_partial_", bool, dataclasses.field(default=True)))
     for f in dataclasses.fields(cls):
         if only is None or f.name in only:
-            made.append((f.name, _writable(hints[f.name]), _field(f)))
+            field = dataclasses.field(default=MISSING) if f.name in mandatory else _field(f)
+            made.append((f.name, _writable(hints[f.name]), field))
     return dataclasses.make_dataclass(cls.__name__, made, kw_only=True)
 
 

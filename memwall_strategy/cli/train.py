@@ -8,8 +8,6 @@ again, the model is trained, and the summary says what came of it.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -33,6 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from memwall_strategy.cli.help import help_text
 
             print(help_text(overrides))
+        elif flags and set(flags) <= {"-m", "--multirun"}:
+            from memwall_strategy.cli.sweep import sweep
+
+            sys.exit(sweep(overrides, own.config_dir, own.config_name))
         elif flags:
             _hand_to_hydra()
         else:
@@ -41,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(refuse(error))
 
 
-def refuse(error: MemwallError) -> int:
+def refuse(error: MemwallError, command: str = "memwall-train") -> int:
     """Print an error as one paragraph, with the rank where it is not the first; return the exit code."""
     from memwall_strategy.cli.launch import rank
 
-    who = f"memwall-train [rank {rank()}]" if rank() else "memwall-train"
+    who = f"{command} [rank {rank()}]" if rank() else command
     print(textwrap.fill(f"{who}: {error}", _MESSAGE_WIDTH, break_long_words=False), file=sys.stderr, flush=True)
     return EXIT_REFUSED
 
@@ -61,14 +63,17 @@ def _parser() -> argparse.ArgumentParser:
 def _run(overrides: Sequence[str], config_dir: Path | None, config_name: str) -> None:
     from memwall_strategy.cli.compose import CONFIG_FOLDER, compose_run
     from memwall_strategy.cli.launch import launch
-    from memwall_strategy.cli.settings import check
+    from memwall_strategy.cli.settings import check, check_tokenizer, check_vocabulary, find_targets
 
     settings = check(compose_run(overrides, folder=config_dir or CONFIG_FOLDER, name=config_name))
+    find_targets(settings)  # imports what the user named, nothing else
     tokens = None
     if settings.text is not None:
         from memwall_strategy.recipes.text.cache import ensure_tokens  # imports NumPy
 
+        check_tokenizer(settings)  # before text is read in, which may take long
         tokens = ensure_tokens(settings.text)
+        check_vocabulary(settings, tokens.meta["vocab"])
     part = launch(settings)
     from memwall_strategy.cli.job import train  # imports torch and Lightning
 
@@ -80,22 +85,15 @@ def _run(overrides: Sequence[str], config_dir: Path | None, config_name: str) ->
 
 
 def _hand_to_hydra() -> None:
-    """Sweeps (``-m``) and Hydra's own flags. A job of a sweep is a command of its own, so none can harm the next."""
+    """Hydra's own flags, which show something and run nothing: ``--cfg``, ``--info``, ``--hydra-help``."""
     import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import CompactHydraException
     from omegaconf import DictConfig
 
     from memwall_strategy.cli.compose import CONFIG_FOLDER, CONFIG_NAME
     from memwall_strategy.cli.schema import register
 
     def job(config: DictConfig) -> None:
-        given = HydraConfig.get()
-        folder = f"paths.run_folder={given.runtime.output_dir}"
-        command = [sys.executable, "-m", "memwall_strategy.cli.train", *given.overrides.task, folder]
-        code = subprocess.run(command, check=False, env=dict(os.environ)).returncode
-        if code:
-            raise CompactHydraException(f"Job {given.job.num} ended with exit code {code}; its output is above.")
+        raise ConfigError("This flag of Hydra's starts a run. Leave it out: memwall-train key=value ... starts one.")
 
     register()
     hydra.main(version_base="1.3", config_path=str(CONFIG_FOLDER.resolve()), config_name=CONFIG_NAME)(job)()

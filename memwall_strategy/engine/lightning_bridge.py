@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -140,6 +141,25 @@ def mark_training_data(trainer: Any, mark: Callable[[bool], None]) -> None:
             mark(False)
 
     loop.setup_data = setup_data
+
+
+def time_fetches(trainer: Any, clock: AbstractContextManager[Any]) -> None:
+    """Let the fit loop wait for its training batches inside ``clock``, whatever they come from.
+
+    Relies on: ``epoch_loop.on_run_start`` hands its ``_on_before_fetch`` and ``_on_after_fetch``, which only feed the
+    profiler, to the fetcher, which calls them around ``next`` of the combined loader.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+
+    def before() -> None:
+        type(epoch_loop)._on_before_fetch(epoch_loop)
+        clock.__enter__()
+
+    def after() -> None:
+        clock.__exit__(None, None, None)
+        type(epoch_loop)._on_after_fetch(epoch_loop)
+
+    epoch_loop._on_before_fetch, epoch_loop._on_after_fetch = before, after
 
 
 class ModelParallelSeams:

@@ -35,6 +35,7 @@ from memwall_strategy.engine.sharding import STEP_METHODS, data_parallel_mesh
 from memwall_strategy.lightning.checkpoints import FabricCheckpointMethods
 from memwall_strategy.lightning.world import WorldMethods, choose_precision, divided, read_options, sum_for
 from memwall_strategy.runtime import Runtime
+from memwall_strategy.runtime.input_clock import InputClock, timed
 
 
 class FabricPrecisionMethods:
@@ -98,6 +99,7 @@ class FabricStrategyMethods(FabricCheckpointMethods, WorldMethods, FabricSeams):
     ) -> None:
         self.config = read_options(config, options, "MemwallFabricStrategy")
         self.runtimes: dict[nn.Module, Runtime] = {}
+        self.input_clock = InputClock()
         super().__init__(
             parallelize_fn=lambda module, mesh: module,
             save_distributed_checkpoint=self.config.checkpoint == "sharded",
@@ -116,6 +118,7 @@ class FabricStrategyMethods(FabricCheckpointMethods, WorldMethods, FabricSeams):
             self.config,
             mesh=data_parallel_mesh(self.root_device.type, self.world_size, self.config.replicate),
             precision=self.precision.precision,
+            input_clock=self.input_clock,
         )
         self.precision.attach(self.root_device.type)
         runtime.setup(module)
@@ -147,8 +150,8 @@ class FabricStrategyMethods(FabricCheckpointMethods, WorldMethods, FabricSeams):
         )
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Give loaders a position: save ``loader.state_dict()`` with the rest of the state."""
-        return self.give_position(super().process_dataloader(dataloader), "passes")
+        """Give loaders a position (save ``loader.state_dict()`` with the rest of the state), and time their batches."""
+        return timed(self.give_position(super().process_dataloader(dataloader), "passes"), self.input_clock)
 
     def _micro_batch(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         runtime = self.runtimes.get(module)

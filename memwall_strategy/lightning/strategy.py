@@ -8,7 +8,7 @@ reduced no further than a micro-batch needs; checkpoints are whole or not there;
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
@@ -28,6 +28,7 @@ from memwall_strategy.engine.lightning_bridge import (
     install_stop_agreement,
     mark_training_data,
     materialize,
+    time_fetches,
     trainer_package,
     trainer_package_of,
     unwrap_optimizer,
@@ -127,6 +128,7 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
             self.setup_optimizers(trainer)
             self.runtime.add_optimizers(self.optimizers)
             install_stop_agreement(trainer, lambda: self.save_on_sigterm(trainer), self.restore_rng_once)
+            time_fetches(trainer, self.runtime.input_clock)
         self.setup_precision_plugin()
         self.start_checkpoints()
 
@@ -179,6 +181,12 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
         positioned = self.give_position(dataloader, "train")
         follow(positioned, self.lightning_module.trainer)
         return positioned
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """A copy that the training thread waits for is input too."""
+        training = self.runtime is not None and self.lightning_module.trainer.training
+        with self.runtime.input_clock if training else nullcontext():
+            return super().batch_to_device(batch, *args, **kwargs)
 
     def on_train_start(self) -> None:
         settle_resume(self.lightning_module.trainer)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from memwall_strategy.config import format_size
 from memwall_strategy.core.block import Kind, Phase
+from memwall_strategy.planner.bounds import StepBounds
 
 KINDS = (
     Kind.PARAM, Kind.GRAD, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.OPTIMIZER, Kind.BUFFER, Kind.GATHERED, Kind.COMM,
@@ -35,6 +36,7 @@ class Plan:
         limit_bytes: the budget, or None where none is known.
         fits: whether the highest total is within the limit; None without a limit.
         advice: one thing to change where it does not fit.
+        bounds: the least time of a step on the hardware that the plan is for; None where none was described.
     """
 
     world: int
@@ -54,6 +56,7 @@ class Plan:
     limit_bytes: int | None
     fits: bool | None
     advice: str | None
+    bounds: StepBounds | None = None
 
     @property
     def resident_bytes(self) -> int:
@@ -84,7 +87,8 @@ class Plan:
         rows = [["bytes per rank", *columns]]
         rows += [[str(kind), *(format_size(column.get(kind, 0)) for column in columns.values())] for kind in kinds]
         rows += [["total", *(format_size(sum(column.values())) for column in columns.values())]]
-        return "\n".join([self._title(), *align(rows), self._verdict()])
+        bounds = [self.bounds.text()] if self.bounds is not None else []
+        return "\n".join([self._title(), *align(rows), self._verdict(), *bounds])
 
     def beside(self, measured: Mapping[str, Mapping[str, int]]) -> str:
         """A table of predicted beside measured highest bytes, per phase and kind.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from memwall_strategy.core.errors import ConfigError
@@ -26,7 +27,7 @@ Gather = Callable[[Any], list[Any]]
 TRAIL = 16
 """Batches looked back on: a trainer is at most the one in training and one prefetched ahead."""
 
-_OWN = ("_loader", "_gather", "_length", "_weights", "ahead", "state_dict", "load_state_dict")
+_OWN = ("_loader", "_gather", "_length", "_weights", "ahead", "input_clock", "state_dict", "load_state_dict")
 
 
 class EvenLoader:
@@ -42,6 +43,7 @@ class EvenLoader:
         self._loader, self._gather, self._length = loader, gather, length
         self._weights: deque[float] = deque(maxlen=TRAIL)
         self.ahead: Callable[[], int] = lambda: 0
+        self.input_clock: AbstractContextManager[Any] = nullcontext()  # see runtime.input_clock
         if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
             self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
 
@@ -55,9 +57,10 @@ class EvenLoader:
     def __iter__(self) -> Iterator[Any]:
         batches, last, had_one = iter(self._loader), None, False
         while True:
-            batch = next(batches, self)  # self: never a batch
-            has_one = batch is not self
-            who = self._gather(has_one)
+            with self.input_clock:
+                batch = next(batches, self)  # self: never a batch
+                has_one = batch is not self
+                who = self._gather(has_one)
             if not any(who):
                 return
             if has_one:

@@ -30,6 +30,7 @@ class StepMeter:
         self._flops_per_step = 0
         self._flops_tokens = 0
         self._peak = 0.0
+        self._given_peak: float | None = None
         self._start_s = 0.0
         self._tokens = 0
         self._ended = 0
@@ -53,7 +54,7 @@ class StepMeter:
         if not self._marked:
             self._batch_s, self._batch_tokens = 0.0, 0
         if self._ended >= _UNCOUNTED_STEPS and self._countable and not self._flops_per_step:
-            self._peak = measured_peak_flops(self._device, self._dtype)
+            self._peak = self._given_peak or measured_peak_flops(self._device, self._dtype)
             self._count = FlopCount()
             self._count.__enter__()
         self._start_s = time.perf_counter()
@@ -72,8 +73,16 @@ class StepMeter:
         self._batch_tokens += tokens
         return {"memwall/tokens_per_s": self._batch_tokens * self._world / self._batch_s}
 
-    def end(self, lanes: Mapping[str, LaneStats]) -> dict[str, float]:
-        """Stop the clock and return the step's figures."""
+    def use_peak(self, flops: float) -> None:
+        """Take MFU over this many operations per second of one device instead of measuring its peak."""
+        self._given_peak = flops
+
+    def end(self, lanes: Mapping[str, LaneStats], input_s: float | None = None) -> dict[str, float]:
+        """Stop the clock and return the step's figures.
+
+        Args:
+            input_s: time in which the training thread waited for the step's batches; None where nothing tells.
+        """
         step_s = time.perf_counter() - self._start_s
         self._ended += 1
         self._batch_s += step_s
@@ -81,6 +90,8 @@ class StepMeter:
         self._stop_counting()
         exposed_s = sum(stats.exposed_s for stats in lanes.values())
         figures = {"memwall/step_s": step_s}
+        if input_s is not None:
+            figures["memwall/input/exposed_s"] = input_s
         if lanes:
             figures["memwall/overlap/exposed_s"] = exposed_s
             figures["memwall/overlap/exposed_fraction"] = exposed_s / step_s

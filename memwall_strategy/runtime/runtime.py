@@ -38,6 +38,7 @@ from memwall_strategy.engine.sharding import describe_units, is_sharded, set_pre
 from memwall_strategy.engine.units import plan_sharding, recomputes_itself
 from memwall_strategy.planner import ModelSpec
 from memwall_strategy.pool.pillar import PoolPillar
+from memwall_strategy.runtime.input_clock import InputClock
 from memwall_strategy.runtime.meter import StepMeter
 from memwall_strategy.telemetry.events import EventKind, Events
 from memwall_strategy.telemetry.trace import write_lanes
@@ -51,9 +52,11 @@ class Runtime:
         mesh: the data-parallel mesh, from ``engine.sharding.data_parallel_mesh``.
         precision: see ``engine.precision``.
         pillars: in the order in which they act.
+        input_clock: what the trainer waits for batches inside of; None: a new one.
         events: where the runtime tells what happens; None: an emitter of its own.
 
     Attributes:
+        input_clock: see ``runtime.input_clock``; where nobody uses it, the wait for input is not among the metrics.
         events: the emitter, for pillars, front ends and whoever wants to listen.
         model: the sharded model, after ``setup``.
         optimizers: after ``add_optimizers``.
@@ -75,6 +78,7 @@ class Runtime:
         precision: str = "32-true",
         pillars: Iterable[Pillar] = (),
         events: Events | None = None,
+        input_clock: InputClock | None = None,
     ) -> None:
         self.config = config
         self.mesh = mesh
@@ -83,6 +87,7 @@ class Runtime:
         self.pillars: list[Pillar] = [*([self.pool] if self.pool is not None else []), *pillars]
         self.events = Events(dist.get_rank() if dist.is_initialized() else 0) if events is None else events
         self.events.step = 0
+        self.input_clock = input_clock if input_clock is not None else InputClock()
         self.device = torch.device(
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
         )
@@ -326,7 +331,7 @@ class Runtime:
         self.events.step = self.steps
         stats = {name: lane.take_stats() for name, lane in self.lanes.items()}
         self._keep_spans()
-        self._last = self._meter.end(stats)
+        self._last = self._meter.end(stats, self.input_clock.take())
         if self.memory is not None:
             self._last |= self._memory_metrics()
             if self.budget_bytes is not None:
@@ -373,6 +378,10 @@ class Runtime:
         elif isinstance(error, TransferError):
             self.events.emit(EventKind.LANE_FAILED, error=type(error).__name__, message=text)
         self.events.emit(EventKind.STEP_ABORTED, error=type(error).__name__, message=text)
+
+    def use_peak_flops(self, flops: float) -> None:
+        """Take MFU over a described device's operations per second, not over what this one is measured to reach."""
+        self._meter.use_peak(flops)
 
     # -- what others read --
 

@@ -39,6 +39,7 @@ ACCESS_JITTER = "memwall/pool/access_jitter"
 EXPOSED_S = "memwall/overlap/exposed_s"
 EXPOSED_FRACTION = "memwall/overlap/exposed_fraction"
 LANE_BUSY_S = "memwall/overlap/lane_busy_s/<lane>"
+INPUT_EXPOSED_S = "memwall/input/exposed_s"
 PREDICTED_DEVICE_BYTES = "memwall/plan/predicted_device_bytes"
 PREDICTED_DEVICE_PEAK_BYTES = "memwall/plan/predicted_device_peak_bytes"
 TRAIN_LOSS = "train/loss"
@@ -63,6 +64,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(EXPOSED_S, "s", "time in which rank 0's training thread waited for communication"),
     Metric(EXPOSED_FRACTION, "1", "that time over the step's time"),
     Metric(LANE_BUSY_S, "s", "time in which rank 0's lane was transferring"),
+    Metric(INPUT_EXPOSED_S, "s", "time in which rank 0's training thread waited for the step's batches"),
     Metric(PREDICTED_DEVICE_BYTES, "B", "what the plan says a rank holds between two steps, gradients included"),
     Metric(PREDICTED_DEVICE_PEAK_BYTES, "B", "what the plan says a rank holds at most in a step"),
     Metric(TRAIN_LOSS, "nats/token", "mean loss of the last micro-batch of rank 0"),

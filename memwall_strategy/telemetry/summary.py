@@ -16,6 +16,10 @@ from memwall_strategy.telemetry import names
 _LAST_STEPS = 10
 """Steps whose mean is the loss at the end."""
 
+_MEDIANS = (
+    names.STEP_S, names.TOKENS_PER_S, names.MFU, names.EXPOSED_S, names.EXPOSED_FRACTION, names.INPUT_EXPOSED_S,
+)  # fmt: skip
+
 _WARM_UP_ROWS = 3
 """Rows left out of medians: lazy initialisation, and the step in which operations are counted."""
 
@@ -48,9 +52,13 @@ def run_figures(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
     for name in (names.VAL_LOSS, names.VAL_BITS_PER_BYTE):
         if values := _column(rows, name):
             figures[name] = values[-1]
-    for name in (names.STEP_S, names.TOKENS_PER_S, names.MFU, names.EXPOSED_S, names.EXPOSED_FRACTION):
+    for name in _MEDIANS:
         if values := _column(rows, name):
             figures[name] = statistics.median(values[_WARM_UP_ROWS:] or values)
+    waited = _column(rows, names.INPUT_EXPOSED_S)[_WARM_UP_ROWS:]
+    steps = _column(rows, names.STEP_S)[_WARM_UP_ROWS:]
+    if waited and len(waited) == len(steps):
+        figures["input/exposed_share"] = sum(waited) / sum(steps)
     for name in (names.DEVICE_BYTES, names.DEVICE_PEAK_BYTES, names.UTILIZATION):
         if values := _column(rows, name):
             figures[name] = max(values)

@@ -26,7 +26,7 @@ class GPTOptions:
     """Longest sequence: rows of the position table."""
 
     vocab: int = VOCAB
-    """Token values. For bytes: 256 and the document end."""
+    """Token values, at least as many as the data has. For bytes: 256 and the document end."""
 
     mlp_ratio: int = 4
     """Width of the MLP over ``hidden``."""

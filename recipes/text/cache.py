@@ -1,13 +1,14 @@
 """Token files: text read once into mapped memory, and shared by every rank and later run.
 
-A token is one byte as ``uint16`` (little endian), or ``DOCUMENT_END``. The cache folder has one folder per corpus,
-named by a hash of everything that the tokens depend on, holding ``train.bin``, ``val.bin`` and ``meta.json``.
+The cache folder has one folder per corpus, named by a hash of everything that the tokens depend on (which documents,
+their sizes and times, the tokenizer, the split), so a changed text is another corpus. It holds ``train.bin`` and
+``val.bin`` (tokens, little endian), ``train.ends`` and ``val.ends`` (where each document stops) and ``meta.json``.
 
 Two processes that want the same corpus at once: one takes the file lock and builds in a folder beside the final one,
 then renames it, which is atomic; the other waits for the lock, at most ``WAIT_S``, and finds the corpus built. The
 kernel drops the lock of a killed builder, and the next one clears what it left.
 
-Not done here: tokenizers other than bytes; noticing a file whose content changed while size and time stayed.
+Nothing is removed by itself: a run may have it mapped. The whole folder may be deleted while no run starts.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ import errno
 import fcntl
 import hashlib
 import json
-import math
 import os
-import platform
 import shutil
 import time
 from collections.abc import Iterator
@@ -31,12 +30,10 @@ import numpy as np
 
 from memwall_strategy.core.errors import ConfigError, MemwallError
 
-from .options import DOCUMENT_END, TextOptions
-from .sources import Document, find_documents, is_validation
+from .build import FORMAT, OFFSET, make_encoder, write_tokens
+from .corpus import SIDES, Corpus, find_corpus
+from .options import TextOptions
 
-FORMAT = 1
-TOKEN = np.dtype("<u2")
-SIDES = ("train", "val")
 WAIT_S = 600.0
 _POLL_S = 0.05
 
@@ -47,7 +44,8 @@ class TokenFiles:
 
     Attributes:
         folder: where the token files are.
-        meta: format, source, Python version, SHA-256 over names and contents, documents and tokens of each side.
+        meta: format, source, Python version, SHA-256 over names and contents, tokenizer and its vocabulary; documents,
+            bytes and tokens of each side.
     """
 
     folder: Path
@@ -55,7 +53,11 @@ class TokenFiles:
 
     def tokens(self, side: str) -> np.ndarray:
         """The mapped, read-only tokens of ``train`` or ``val``."""
-        return np.memmap(self.folder / f"{side}.bin", dtype=TOKEN, mode="r")
+        return np.memmap(self.folder / f"{side}.bin", dtype=self.meta["dtype"], mode="r")
+
+    def ends(self, side: str) -> np.ndarray:
+        """For each document of the side, the number of tokens up to and with its end token."""
+        return np.fromfile(self.folder / f"{side}.ends", dtype=OFFSET)
 
 
 def default_cache_dir() -> Path:
@@ -67,19 +69,19 @@ def ensure_tokens(options: TextOptions, *, wait_s: float = WAIT_S) -> TokenFiles
     """Return the corpus of these options, building it when it is not cached.
 
     Raises:
-        ConfigError: no text, less than one sequence on either side, unreadable files, unwritable cache.
+        ConfigError: no text, less than one sequence on either side, unreadable files, unwritable cache, a missing
+            package.
         MemwallError: another process held the lock for ``wait_s``.
     """
-    documents = find_documents(options.files)
+    corpus = find_corpus(options)
     cache = Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir()
-    key = _key(documents, options)
-    folder = cache / "tokens" / key
+    folder = cache / "tokens" / _key(corpus, options)
     try:
         built = _load(folder)
         if built is None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with _locked(folder.with_suffix(".lock"), wait_s):
-                built = _load(folder) or _build(folder, documents, options)
+                built = _load(folder) or _build(folder, corpus, options)
     except OSError as error:
         raise ConfigError(
             f"paths.cache_dir={cache} cannot be used ({error.strerror or error}). "
@@ -89,9 +91,14 @@ def ensure_tokens(options: TextOptions, *, wait_s: float = WAIT_S) -> TokenFiles
     return built
 
 
-def _key(documents: list[Document], options: TextOptions) -> str:
+def _key(corpus: Corpus, options: TextOptions) -> str:
+    parts: list[Any] = [FORMAT, options.val_fraction]
+    if options.tokenizer is not None:
+        from .hf import tokenizer_fingerprint
+
+        parts += [tokenizer_fingerprint(options.tokenizer), options.encoding]
     try:
-        parts = [FORMAT, platform.python_version(), options.val_fraction, [d.fingerprint() for d in documents]]
+        parts.append(corpus.fingerprint())
     except OSError as error:
         raise ConfigError(f"data.files: {error.filename} cannot be read ({error.strerror}). Leave it out.") from error
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
@@ -101,8 +108,13 @@ def _load(folder: Path) -> TokenFiles | None:
     """The corpus in ``folder``, or None when there is none or its sizes are not those it was built with."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        whole = all((folder / f"{s}.bin").stat().st_size == meta[f"{s}_tokens"] * TOKEN.itemsize for s in SIDES)
-    except FileNotFoundError:
+        item_bytes = np.dtype(meta["dtype"]).itemsize
+        whole = all(
+            (folder / f"{side}.bin").stat().st_size == meta[f"{side}_tokens"] * item_bytes
+            and (folder / f"{side}.ends").stat().st_size == meta[f"{side}_documents"] * OFFSET.itemsize
+            for side in SIDES
+        )
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # not there, or not what was written there
         return None
     return TokenFiles(folder, meta) if whole else None
 
@@ -127,78 +139,37 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
         yield
 
 
-def _build(folder: Path, documents: list[Document], options: TextOptions) -> TokenFiles:
+def _build(folder: Path, corpus: Corpus, options: TextOptions) -> TokenFiles:
+    before = corpus.fingerprint()
     building = folder.with_suffix(".building")
     for left_over in (building, folder):  # of a killed builder, or a corpus whose sizes are wrong
         shutil.rmtree(left_over, ignore_errors=True)
     building.mkdir()
     try:
-        meta = _write(building, documents, options)
+        meta = write_tokens(building, corpus, make_encoder(options), options)
+        if corpus.fingerprint() != before:
+            raise ConfigError("The text changed while it was read. Start again when nobody writes to it any more.")
         (building / "meta.json").write_text(json.dumps(meta, indent=1))
         os.rename(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+        corpus.close()
     return TokenFiles(folder, meta)
-
-
-def _write(folder: Path, documents: list[Document], options: TextOptions) -> dict[str, Any]:
-    held_out = {d.name: is_validation(d.name, options.val_fraction) for d in documents}
-    cut_each = len(set(held_out.values())) < 2  # too few files for a split by file: the end of each is validation
-    digest = hashlib.sha256()
-    tokens = dict.fromkeys(SIDES, 0)
-    count = dict.fromkeys(SIDES, 0)
-    end = np.array([DOCUMENT_END], dtype=TOKEN)
-    with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
-        out = {"train": train, "val": val}
-        for document in documents:
-            digest.update(document.name.encode() + b"\0")
-            if cut_each:
-                pieces = _cut(document, options.val_fraction)
-            else:
-                side = "val" if held_out[document.name] else "train"
-                pieces = ((side, chunk) for chunk in document.chunks())
-            written = set()
-            for side, chunk in pieces:
-                digest.update(chunk)
-                out[side].write(np.frombuffer(chunk, dtype=np.uint8).astype(TOKEN).data)
-                tokens[side] += len(chunk)
-                written.add(side)
-            for side in written:
-                out[side].write(end.data)
-                tokens[side] += 1
-                count[side] += 1
-    return {
-        "format": FORMAT,
-        "source": "files" if options.files else "standard library",
-        "python": platform.python_version(),
-        "sha256": digest.hexdigest(),
-        "split": "end of each file" if cut_each else "by file",
-        **{f"{side}_{what}": n[side] for side in SIDES for what, n in (("documents", count), ("tokens", tokens))},
-    }
-
-
-def _cut(document: Document, val_fraction: float) -> Iterator[tuple[str, bytes]]:
-    """The document's pieces, the last ``val_fraction`` of its bytes as validation."""
-    left = document.size() - math.floor(document.size() * val_fraction)
-    for chunk in document.chunks():
-        if left > 0:
-            yield "train", chunk[:left]
-        if len(chunk) > left:
-            yield "val", chunk[max(left, 0) :]
-        left -= len(chunk)
 
 
 def _check_length(built: TokenFiles, options: TextOptions) -> None:
     """Each side must hold one sequence and the token that follows it."""
+    option = "data.dataset" if options.dataset is not None else "data.files"
     if not any(built.meta[f"{side}_tokens"] for side in SIDES):
-        named = ", ".join(options.files) or "the standard library"
-        raise ConfigError(f"data.files: {named} holds no text (zero tokens). Name files that are not empty.")
+        named = options.dataset or ", ".join(options.files) or "the standard library"
+        raise ConfigError(f"{option}: {named} holds no text (zero tokens). Name text that is not empty.")
+    needed = options.seq_len + 1 if options.pack else 2
     for side in SIDES:
         tokens = built.meta[f"{side}_tokens"]
-        if tokens < options.seq_len + 1:
+        if tokens < needed:
             more = "raise data.val_fraction, " if side == "val" else ""
             raise ConfigError(
                 f"data.seq_len={options.seq_len}: the {'validation' if side == 'val' else 'training'} text has only "
                 f"{tokens} tokens, shorter than one sequence and its next token. "
-                f"Lower data.seq_len, {more}or name more text in data.files."
+                f"Lower data.seq_len, {more}or name more text in {option}."
             )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memwall_strategy.cli.compose import compose_run
-from memwall_strategy.cli.job import _make, _try_out
+from memwall_strategy.cli.job import build_module
 from memwall_strategy.cli.planning import plan_run
 from memwall_strategy.cli.settings import check
 from memwall_strategy.core.errors import ConfigError
@@ -18,9 +18,7 @@ SMALL = ("experiment=gpt_nano", "model.layers=2", "model.hidden=32", "model.head
 
 def plan_of(*overrides: str) -> tuple[Plan, GPTModule]:
     settings = check(compose_run([*SMALL, *overrides]))
-    optimizer, scheduler = _make(settings.plain["optimizer"]), _make(settings.plain["scheduler"])
-    module = _make(settings.plain["model"], _partial_=True)(optimizer=optimizer, scheduler=scheduler)
-    tried = _try_out(settings.plain, optimizer, scheduler)
+    module, tried = build_module(settings)
     return plan_run(settings, module, tried, world=2, device=torch.device("cpu")), module
 
 
@@ -47,7 +45,7 @@ def test_an_optimizer_without_state_plans_none() -> None:
         ("+optimizer.foo=1", r"optimizer: torch\.optim\.AdamW refuses its options: .*'foo'"),
         ("optimizer.lr=-1", r"optimizer: torch\.optim\.AdamW refuses its options: Invalid learning rate"),
         ("+scheduler.x=1", r"scheduler: .*cosine refuses its options: .*'x'"),
-        ("model._target_=no.such.Thing", r"no\.such\.Thing cannot be built"),
+        ("model._target_=torch.no_such_thing", r"model: torch\.no_such_thing cannot be built"),
     ],
 )
 def test_refused_before_any_process(override: str, message: str) -> None:

@@ -30,11 +30,18 @@ TIMEOUT_S = 150
 
 def memwall_train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Run the command in ``folder``; its ranks die with it when it takes too long."""
-    process = subprocess.Popen(
+    return finish(start(folder, *overrides))
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "memwall_strategy.cli.train", *TINY, *overrides, f"paths.cache_dir={folder}/cache"],
         cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True,
     )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     try:
         out, err = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -70,7 +77,8 @@ def test_train_then_resume(tmp_path: Path) -> None:
     assert len(losses) == 30 and losses[0] > 5.3
     assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
     assert [step for step, _ in numbers(folder, names.VAL_LOSS)] == [12, 24]
-    for name in (names.STEP_S, names.TOKENS_PER_S, names.DEVICE_BYTES, names.EXPOSED_S, names.EXPOSED_FRACTION):
+    for name in (names.STEP_S, names.TOKENS_PER_S, names.DEVICE_BYTES, names.EXPOSED_S, names.EXPOSED_FRACTION,
+                 names.INPUT_EXPOSED_S):  # fmt: skip
         assert [step for step, _ in numbers(folder, name)] == [*range(1, 31)], name
     assert len(numbers(folder, names.MFU)) == 29, "known once the operations of a step were counted"
 
@@ -102,3 +110,41 @@ def test_train_then_resume(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [Path(e["fields"]["path"]).name for e in events if e["kind"] == "run_resumed"] == ["last.ckpt"]
     assert sum(e["kind"] == "run_started" for e in events) == 2
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S + 30)
+def test_a_run_and_a_sweep_at_once(tmp_path: Path) -> None:
+    """One machine, one cold cache, one second: neither is in the other's way, and a failing job in nobody's."""
+    sweep = start(tmp_path, "-m", "debug=fdr", "optimizer.lr=-1,1e-3", "hardware=cpu_2")
+    traced = start(tmp_path, "debug=profiler", "trainer.max_steps=3")
+    swept, ran = finish(sweep), finish(traced)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert swept.returncode == 1, swept.stdout + swept.stderr
+    assert "Invalid learning rate" in swept.stderr and "1 of 2 jobs ended well" in swept.stdout
+    folders = sorted((tmp_path / "runs" / "gpt_nano").iterdir())
+    assert len(folders) == 2
+    (sweep_folder,) = [folder for folder in folders if folder.name.startswith("sweep_")]
+    (run_folder,) = [folder for folder in folders if folder is not sweep_folder]
+    jobs = json.loads((sweep_folder / "sweep.json").read_text())
+    assert [job["result"] for job in jobs] == ["failed (2)", "ok"]
+    (tokens,) = [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]  # built once
+    texts = [json.loads((folder / "summary.json").read_text())["text"] for folder in (run_folder, sweep_folder / "1")]
+    assert texts[0] == texts[1] == json.loads((tokens / "meta.json").read_text())
+
+    events = json.loads((run_folder / "trace.json").read_text())["traceEvents"]
+    assert {event["cat"] for event in events if event["ph"] == "X"} == {"train", "gather", "reduce"}
+    described = json.loads((sweep_folder / "1" / "summary.json").read_text())
+    assert described["mfu_peak"] == "described: 1.3e+11 operations/s of hardware cpu_2"
+    assert json.loads((sweep_folder / "1" / "plan.json").read_text())["bounds"]["hardware"] == "cpu_2"
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    rerun = subprocess.run(
+        [sys.executable, "-m", "memwall_strategy.cli.train", "--config-dir", str(run_folder), "--config-name", "config",
+         "trainer.max_steps=2"],
+        cwd=elsewhere, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=TIMEOUT_S,
+    )  # fmt: skip
+    assert rerun.returncode == 0, rerun.stdout + rerun.stderr
+    (third,) = {*(tmp_path / "runs" / "gpt_nano").iterdir()} - set(folders)
+    first, again = numbers(run_folder, names.TRAIN_LOSS), numbers(third, names.TRAIN_LOSS)
+    assert again == first[:2] and not [*elsewhere.iterdir()]

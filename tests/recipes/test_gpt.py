@@ -18,7 +18,7 @@ from memwall_strategy.recipes.gpt.module import GPTModule, gpt
 from memwall_strategy.recipes.gpt.options import GPTOptions
 from memwall_strategy.recipes.schedule import Constant, Cosine, constant, cosine
 from memwall_strategy.recipes.text.data import TextData
-from memwall_strategy.recipes.text.options import TextOptions
+from memwall_strategy.recipes.text.options import PADDING, TextOptions
 from tests.recipes.test_text import FEW
 
 SMALL = GPTOptions(layers=2, heads=2, hidden=32, context=16)
@@ -162,3 +162,31 @@ def test_module_trains_in_a_plain_trainer_on_real_text(tmp_path: Path) -> None:
     decay = [group["weight_decay"] for group in trainer.optimizers[0].param_groups]
     assert decay == [0.1, 0.0]
     assert all(p.ndim < 2 for p in trainer.optimizers[0].param_groups[1]["params"])
+
+
+def test_every_token_of_all_ranks_counts_the_same_where_documents_are_padded() -> None:
+    """Two ranks with micro-batches of unequal numbers of tokens: the mean of their losses is that of one batch."""
+    torch.manual_seed(0)
+    batches = [torch.randint(0, 257, (2, 17)), torch.randint(0, 257, (3, 17))]
+    batches[0][0, 5:], batches[0][1, 9:], batches[1][2, 3:] = PADDING, PADDING, PADDING
+    targets = [int((batch[:, 1:] != PADDING).sum()) for batch in batches]
+    module = small_module()
+    module.log = lambda *_, **__: None
+
+    class Strategy:
+        def reduce(self, tokens: torch.Tensor, reduce_op: str) -> torch.Tensor:
+            assert reduce_op == "mean"
+            return torch.tensor(sum(targets) / 2)
+
+    class Data:
+        padded, bytes_per_token = True, 1.0
+
+    module._trainer = type("Trainer", (), {"strategy": Strategy(), "datamodule": Data()})()
+    module.setup("fit")
+    outputs = [module.training_step(batch, 0) for batch in batches]
+    assert [output["tokens"] for output in outputs] == targets == [12, 34]
+    whole = module._loss(torch.cat(batches))
+    torch.testing.assert_close(sum(output["loss"] for output in outputs) / 2, whole)
+    logits = module(batches[0][:1, :4])  # the document alone, without its padding
+    alone = F.cross_entropy(logits[0].float(), batches[0][0, 1:5])
+    torch.testing.assert_close(module._loss(batches[0][:1]), alone)
