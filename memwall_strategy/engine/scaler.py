@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
 
 from memwall_strategy.engine.fsdp import local_tensor
 
@@ -12,8 +13,18 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` that looks at each rank's shards and agrees on what it found.
 
     Relies on the private ``GradScaler._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)`` returning one
-    ``found_inf`` per device, which ``step`` and ``update`` then read.
+    ``found_inf`` per device, which ``step`` and ``update`` then read; and on ``_per_optimizer_states``, the stage of
+    each optimizer since the last ``update``.
     """
+
+    def update_after_all(self) -> None:
+        """``update`` once every optimizer whose gradients were unscaled has stepped; until then do nothing."""
+        if all(state["stage"] is OptState.STEPPED for state in self._per_optimizer_states.values()):
+            self.update()
+
+    def forget(self) -> None:
+        """Forget what was unscaled since the last ``update``: those gradients were dropped."""
+        self._per_optimizer_states.clear()
 
     def _unscale_grads_(
         self,
