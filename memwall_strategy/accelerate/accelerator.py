@@ -144,7 +144,9 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
             own = set(model.parameters())
             if any(parameter in own for parameter in _parameters(optimizer)):
                 runtime.add_optimizers([*runtime.optimizers, optimizer])
-        wrapped = SteppingOptimizer(optimizer, self.scaler, self._around_step)
+        wrapped = SteppingOptimizer(
+            optimizer, self.scaler, self._around_step, lambda: prepared_by(self).optimizers
+        )
         held.append(wrapped)
         return wrapped
 
@@ -227,6 +229,7 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
             else:
                 loss = self._tokens.weigh(loss, None) * (weight / self.gradient_accumulation_steps)
             if self.scaler is not None:
+                self.scaler.before_scale()
                 loss = self.scaler.scale(loss)
             with ExitStack() as phases:
                 for runtime in runtimes:

@@ -93,13 +93,14 @@ class SteppingOptimizer(AcceleratedOptimizer):
     """``AcceleratedOptimizer`` that tells memwall around each real step, and lets several share one scaler.
 
     Accelerate updates the scaler after each optimizer's step, so that a second optimizer that clipping has unscaled is
-    unscaled again. Here the scaler is updated once, after the last of them.
+    unscaled again. Here the scaler is updated after the last of them.
 
     Relies on ``AcceleratedOptimizer.step`` doing nothing outside ``gradient_state.sync_gradients``, and on
     ``_is_overflow`` behind ``step_was_skipped``.
 
     Args:
         around: a context to enter around a step; gets the user's optimizer.
+        sharing: gives all prepared optimizers, which share the scaler.
     """
 
     def __init__(
@@ -107,12 +108,13 @@ class SteppingOptimizer(AcceleratedOptimizer):
         optimizer: torch.optim.Optimizer,
         scaler: ShardedGradScaler | None,
         around: Callable[[torch.optim.Optimizer], AbstractContextManager[None]],
+        sharing: Callable[[], list[torch.optim.Optimizer]],
     ) -> None:
         # Its own device placement loads the optimizer's state anew, which replaces the param groups; shards are where
         # they belong. The scaler stays out of its sight, because it would patch the optimizer's step.
         super().__init__(optimizer, device_placement=False, scaler=None)
         self.grad_scaler = scaler
-        self.around = around
+        self.around, self.sharing = around, sharing
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         if not self.gradient_state.sync_gradients:
@@ -124,10 +126,10 @@ class SteppingOptimizer(AcceleratedOptimizer):
             stepped: list[bool] = []
             handle = self.optimizer.register_step_post_hook(lambda *_: stepped.append(True))
             try:
-                self.grad_scaler.step(self.optimizer, *(() if closure is None else (closure,)))
+                others = [unwrap_optimizer(optimizer) for optimizer in self.sharing()]
+                self.grad_scaler.step_one_of(self.optimizer, others, *(() if closure is None else (closure,)))
             finally:
                 handle.remove()
-            self.grad_scaler.update_after_all()
             self._is_overflow = not stepped
 
 
