@@ -294,12 +294,22 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
         if self._aborted == id(error):
             return
         self._aborted = id(error)
+        self._forget_step()
+        for scope in self._scopes.values():
+            scope.runtime.abort_step(error)
+
+    def drop_step(self) -> None:
+        """Drop the gradients of the step under way, accumulated ones included."""
+        self._forget_step()
+        for scope in self._scopes.values():
+            scope.runtime.drop_step()
+
+    def _forget_step(self) -> None:
         self._tokens.restart()
         if self.scaler is not None:
             self.scaler.forget()
         for scope in self._scopes.values():
             scope.in_flight = False
-            scope.runtime.abort_step(error)
 
     def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Divide gradients by the scaler's scale, once a step; of all prepared optimizers unless told otherwise."""

@@ -109,6 +109,7 @@ class CheckpointMethods:
         folder = self._last_automatic() if input_dir is None else os.path.expanduser(os.fspath(input_dir))
         call_load_hooks(self, folder)
         checkpointer = self._checkpointer()
+        self.drop_step()
         weights_only = (load_kwargs or {}).get("weights_only")
         extra = checkpointer.load(_inside(folder), strict=strict, weights_only=weights_only)
         if STATE_KEY in extra:

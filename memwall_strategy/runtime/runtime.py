@@ -351,6 +351,13 @@ class Runtime:
 
     def abort_step(self, error: BaseException) -> None:
         """Bring engine and pillars back to rest after ``error`` broke a step; gradients of the step are dropped."""
+        self.drop_step()
+        if self.model is not None:
+            for pillar in self.pillars:
+                pillar.on_failure(self, error)
+
+    def drop_step(self) -> None:
+        """Bring the engine back to rest in the middle of a step, as before loading another state; drop its gradients."""
         self._in_step = False
         self._meter.abort()
         if self.model is None:
@@ -361,8 +368,6 @@ class Runtime:
             optimizer.zero_grad(set_to_none=True)
         if self.memory is not None:
             self.memory.refresh()
-        for pillar in self.pillars:
-            pillar.on_failure(self, error)
 
     def _tell(self, error: BaseException) -> None:
         text = str(error)

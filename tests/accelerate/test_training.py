@@ -172,7 +172,8 @@ def test_two_models_and_two_optimizers_each(here: Here) -> None:
         kind: [make_optimizer(list(net.parameters())[i::2]) for i in range(2)] for kind, net in nets.items()
     }
     groups = [stepper.param_groups[0] for each in steppers.values() for stepper in each]
-    prepared = acc.prepare(steppers["mlp_alike"][0], nets["mlp_alike"], *steppers["gpt"], nets["gpt"], steppers["mlp_alike"][1])
+    first, last = steppers["mlp_alike"]
+    prepared = acc.prepare(first, nets["mlp_alike"], *steppers["gpt"], nets["gpt"], last)
     steppers = {"mlp_alike": [prepared[0], prepared[5]], "gpt": [prepared[2], prepared[3]]}
     assert prepared[1] is nets["mlp_alike"] and prepared[4] is nets["gpt"]
     found = [stepper.param_groups[0] for each in ("gpt", "mlp_alike") for stepper in steppers[each]]
