@@ -221,7 +221,7 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
         runtimes = [scope.runtime for scope in self._scopes.values() if scope.in_flight]
         runtimes = runtimes or list(self.memwall.runtimes.values())
         with self._failing():
-            weight = getattr(active_loader(self), "weight", 1.0) if self.weigh_batches else 1.0
+            weight = self.batch_weight if self.weigh_batches else 1.0
             if tokens is not None:
                 tokens = 0 if weight == 0.0 else tokens  # a repeated sample
                 runtimes[-1].count({"loss": loss, "tokens": tokens})
@@ -239,6 +239,12 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
             if self.sync_gradients and not self._held_back and (factor := self._tokens.factor()) != 1.0:
                 for runtime in runtimes:
                     scale_gradients(runtime.model.parameters(), factor)
+
+    @property
+    def batch_weight(self) -> float:
+        """Weight of the batch that the loader under way handed out last: not 1 in an epoch's last, uneven step; 0 for a
+        sample of another rank, repeated so that all ranks make the same steps."""
+        return getattr(active_loader(self), "weight", 1.0)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
