@@ -103,7 +103,7 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
         """
         models = [item for item in args if isinstance(item, nn.Module) and self._runtime_of(item) is None]
         optimizers = [item for item in args if isinstance(item, Optimizer) and not is_prepared(item)]
-        together = nn.ModuleList(compiled_from(model) for model in models)
+        together = nn.ModuleList([*self.memwall.runtimes, *map(compiled_from, models)])
         before = parameter_names(together)
         for optimizer in optimizers:
             self._check_owned(optimizer, before)

@@ -357,7 +357,7 @@ class Runtime:
                 pillar.on_failure(self, error)
 
     def drop_step(self) -> None:
-        """Bring the engine back to rest in the middle of a step, as before loading another state; drop its gradients."""
+        """Bring the engine back to rest in the middle of a step and drop its gradients, as before loading a state."""
         self._in_step = False
         self._meter.abort()
         if self.model is None:

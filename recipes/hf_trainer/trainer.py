@@ -1,8 +1,8 @@
 """``MemwallTrainer``: ``transformers.Trainer`` whose accelerator is a ``MemwallAccelerator``.
 
-The Trainer makes its own ``Accelerator``; this one takes its settings over into memwall's. What the Trainer would do with
-whole weights on one rank (saving, resuming, the best model) goes through the accelerator. A run resumes with the samples
-not yet seen, at the same number of ranks: the Trainer counts its steps by them.
+The Trainer makes its own ``Accelerator``; this one takes its settings over into memwall's. What the Trainer would do
+with whole weights on one rank (saving, resuming, the best model) goes through the accelerator. A run resumes with the
+samples not yet seen, at the same number of ranks: the Trainer counts its steps by them.
 
 It relies on methods that the Trainer has since transformers 5: ``_run_epoch``, ``_save_optimizer_and_scheduler``,
 ``_load_optimizer_and_scheduler``, ``_load_from_checkpoint`` and ``_load_best_model``. ``push_to_hub`` is not supported.

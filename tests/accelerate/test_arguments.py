@@ -65,7 +65,7 @@ def test_a_launcher_that_asks_for_something_else_is_named(
 
 
 def test_wrong_options_name_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="MemwallPlugin has no option 'replicat'.*replicate"):
+    with pytest.raises(ConfigError, match=r"MemwallPlugin has no option 'replicat'.*replicate"):
         MemwallPlugin(replicat=2)
     with pytest.raises(ConfigError, match=r"device_bugdet.*device_budget"):
         MemwallPlugin(pool={"device_bugdet": 1})

@@ -202,7 +202,7 @@ def test_two_models_and_what_does_not_fit(here: Here) -> None:
     for found, there in zip((full_weights(gpt), full_weights(mlp)), wanted, strict=True):
         assert all(torch.equal(found[name], tensor) for name, tensor in there.items())
     acc.register_for_checkpointing(Counter())
-    with pytest.raises(CheckpointError, match="holds 0 schedulers, 0 objects, 2 models and .* 0 schedulers, 1 objects"):
+    with pytest.raises(CheckpointError, match=r"holds 0 schedulers, 0 objects, 2 models and .* 0 schedulers, 1 objects"):
         acc.load_state(folder)
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         acc.load_state(here.folder / "nowhere")
