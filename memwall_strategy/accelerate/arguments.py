@@ -6,14 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.utils import (
-    AORecipeKwargs,
-    DistributedDataParallelKwargs,
-    FP8RecipeKwargs,
-    MSAMPRecipeKwargs,
-    TERecipeKwargs,
-)
-
 from memwall_strategy.accelerate.plugin import MemwallPlugin
 from memwall_strategy.core.errors import ConfigError, nearest
 
@@ -34,7 +26,8 @@ _SWITCHES = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "Accelerate's parallelism_config",
 }
-_HANDLERS = (DistributedDataParallelKwargs, FP8RecipeKwargs, TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs)
+_HANDLERS = ("DistributedDataParallelKwargs", "FP8RecipeKwargs", "TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs")
+"""Classes of ``accelerate.utils``; by name, because not every version has all."""
 _COMPILE = "Compile the model yourself, torch.compile(model), before acc.prepare"
 
 
@@ -72,7 +65,7 @@ def check_arguments(options: Mapping[str, Any]) -> None:
                 "which cannot run beside memwall. Unset it, or start the script with torchrun."
             )
     for handler in options.get("kwargs_handlers") or ():
-        if isinstance(handler, _HANDLERS):
+        if type(handler).__name__ in _HANDLERS:
             raise ConfigError(
                 f"kwargs_handlers=[{type(handler).__name__}(...)]: memwall wraps nothing in DDP and computes "
                 "nothing in fp8. Leave it out."

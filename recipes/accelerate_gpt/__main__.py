@@ -1,9 +1,9 @@
 """A small GPT on the text of Python's own sources, in a loop that Accelerate's users know.
 
     torchrun --nproc-per-node 2 -m recipes.accelerate_gpt --steps 50 --output runs/accelerate_gpt
-    torchrun --nproc-per-node 2 -m recipes.accelerate_gpt --steps 90 --output runs/accelerate_gpt --resume
+    torchrun --nproc-per-node 1 -m recipes.accelerate_gpt --steps 90 --output runs/accelerate_gpt --resume
 
-The step weighs ranks and micro-batches by their labels (``tokens=``). The run saves half way and at the end, and goes on
+The step weighs ranks and micro-batches by their labels (``tokens=``). The run saves half way and at the end; it goes on
 from there with the samples not yet seen, on any number of ranks.
 """
 
