@@ -26,7 +26,8 @@ _SWITCHES = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "Accelerate's parallelism_config",
 }
-_HANDLERS = ("DistributedDataParallelKwargs", "FP8RecipeKwargs", "TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs")
+_FP8 = ("FP8RecipeKwargs", "TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs")
+_HANDLERS = ("DistributedDataParallelKwargs", *_FP8)
 """Classes of ``accelerate.utils``; by name, because not every version has all."""
 _COMPILE = "Compile the model yourself, torch.compile(model), before acc.prepare"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from memwall_strategy.accelerate import MemwallPlugin
 from memwall_strategy.config import ResilienceConfig
-from memwall_strategy.core.errors import ConfigError, MemwallError
+from memwall_strategy.core.errors import ConfigError, MemwallError, PeerLost
 from tests.accelerate.helpers import make_accelerator, whole_loader
 from tests.lightning.checks import Here, on_ranks
 from tests.lightning.models import (
@@ -219,3 +220,26 @@ def test_the_process_group(tmp_path: Path) -> None:
     from memwall_strategy.engine.swap_group import BACKEND
 
     assert run_ranks(group_worker, 1) == [["gloo", BACKEND]]
+
+
+def lost_worker(rank: int, world: int) -> str:
+    acc = make_accelerator(MemwallPlugin(timeout_s=20))
+    net = make_net("gpt")
+    model, stepper, loader = acc.prepare(net, make_optimizer(net.parameters()), whole_loader("gpt", 400, 2))
+    try:
+        for index, batch in enumerate(loader):
+            if index == 3 and rank == 1:
+                os._exit(9)
+            acc.backward(loss_of(model, batch))
+            stepper.step()
+            stepper.zero_grad()
+    except PeerLost as error:
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return str(error)
+    return "trained on without the other rank"
+
+
+def test_a_lost_peer_is_named() -> None:
+    """The other rank gets ``PeerLost`` instead of a hang."""
+    (said, _) = run_ranks(lost_worker, 2, expect_exit={1: 9})
+    assert "rank 1" in said or "ranks 1" in said, said
