@@ -324,7 +324,7 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
         if optimizer is None:
             optimizer = prepared_by(self).optimizers
         for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
-            self.scaler.unscale_(unwrap_optimizer(each))
+            self.scaler.unscale_once(unwrap_optimizer(each))
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2

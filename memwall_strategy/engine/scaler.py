@@ -37,6 +37,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         if any(state["stage"] is OptState.STEPPED for state in self._per_optimizer_states.values()):
             self.update()
 
+    def unscale_once(self, optimizer: torch.optim.Optimizer) -> None:
+        """``unscale_``, unless it was done since the last ``update``: clipping twice, say."""
+        if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+
     def _stepped(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._per_optimizer_states[id(optimizer)]["stage"] is OptState.STEPPED
 

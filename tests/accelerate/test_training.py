@@ -187,6 +187,7 @@ def test_two_models_and_two_optimizers_each(here: Here) -> None:
             acc.backward(loss)
         for kind, net in nets.items():
             acc.clip_grad_norm_(net.parameters(), 0.4)
+            acc.clip_grad_value_(net.parameters(), 0.4)  # changes nothing more
             for stepper in steppers[kind]:
                 stepper.step()
                 stepper.zero_grad()
@@ -201,11 +202,12 @@ def test_two_models_and_two_optimizers_each(here: Here) -> None:
     assert acc.memwall.runtime is None
 
 
-@on_ranks(2, "1", "2")
+@on_ranks(2, "1-default", "2-default", "2-whole", "2-replicas")
 def test_unequal_label_counts_are_exact(here: Here) -> None:
     """Ranks and micro-batches with other numbers of labels, none on some: the step is that of one big batch."""
-    accumulate = int(here.case)
-    acc = make_accelerator(gradient_accumulation_steps=accumulate)
+    accumulate, how = int(here.case[0]), here.case[2:]
+    options = {"default": {}, "whole": {"accumulate": "whole"}, "replicas": {"replicate": 2}}[how]
+    acc = make_accelerator(MemwallPlugin(**options), gradient_accumulation_steps=accumulate)
     net = make_net("gpt")
     tokens, labels = make_data("gpt", 5 * accumulate * 4)
     random = torch.Generator().manual_seed(4)
