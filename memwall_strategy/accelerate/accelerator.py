@@ -74,6 +74,7 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
         start_group(self.memwall.config, cpu=cpu, handler=group)
         super().__init__(**options)
         check_agreement(self.num_processes, self.device)
+        self.memwall.events.rank = self.process_index
         self.weigh_batches = True
         self._mesh = data_parallel_mesh(
             self.device.type, torch.distributed.get_world_size(), self.memwall.config.replicate
@@ -124,7 +125,8 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
         if self.verify_device_map(model):
             raise ConfigError("the model was loaded with device_map='auto'. Load it without: memwall places it.")
         inner = compiled_from(model)
-        runtime = Runtime(self.memwall.config, mesh=self._mesh, precision=PRECISIONS[self.mixed_precision])
+        precision, events = PRECISIONS[self.mixed_precision], self.memwall.events
+        runtime = Runtime(self.memwall.config, mesh=self._mesh, precision=precision, events=events)
         runtime.setup(inner)
         self.memwall.runtimes[inner] = runtime
         self._scopes[inner] = ForwardScope(inner, runtime, mixed=self._mixed, failed=self._abort)
@@ -222,6 +224,8 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
         runtimes = runtimes or list(self.memwall.runtimes.values())
         with self._failing():
             weight = self.batch_weight if self.weigh_batches else 1.0
+            for runtime in runtimes:
+                runtime.begin_step()
             if tokens is not None:
                 tokens = 0 if weight == 0.0 else tokens  # a repeated sample
                 runtimes[-1].count({"loss": loss, "tokens": tokens})
@@ -233,7 +237,6 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
                 loss = self.scaler.scale(loss)
             with ExitStack() as phases:
                 for runtime in runtimes:
-                    runtime.begin_step()
                     phases.enter_context(runtime.phase(Phase.BACKWARD))
                 loss.backward(**options)
             if self.sync_gradients and not self._held_back and (factor := self._tokens.factor()) != 1.0:

@@ -217,7 +217,10 @@ class CheckpointMethods:
         config = self.memwall.config
         if "one" not in held:
             held["one"] = Checkpointer(
-                models[0], asynchronous=config.async_checkpoint, timeout_s=config.timeout_s
+                models[0],
+                asynchronous=config.async_checkpoint,
+                timeout_s=config.timeout_s,
+                events=self.memwall.events,
             )
         checkpointer = held["one"]
         # One model keeps its names, so that other front ends can load the checkpoint; several are numbered.

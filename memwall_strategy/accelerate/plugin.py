@@ -9,6 +9,7 @@ from torch import nn
 from memwall_strategy.config import MemwallConfig
 from memwall_strategy.runtime import Runtime
 from memwall_strategy.runtime.world import read_options
+from memwall_strategy.telemetry.events import Events
 
 
 class MemwallPlugin:
@@ -23,6 +24,7 @@ class MemwallPlugin:
 
     Attributes:
         runtimes: one for each model that was prepared, in order.
+        events: what happens, to all of them and to checkpoints; subscribe before or while they run.
 
     Raises:
         ConfigError: an unknown option, with the nearest known one, or a value that cannot be.
@@ -31,6 +33,7 @@ class MemwallPlugin:
     def __init__(self, config: MemwallConfig | None = None, **options: Any) -> None:
         self.config = read_options(config, options, "MemwallPlugin")
         self.runtimes: dict[nn.Module, Runtime] = {}
+        self.events = Events()
 
     @property
     def runtime(self) -> Runtime | None:

@@ -351,6 +351,8 @@ class Runtime:
 
     def abort_step(self, error: BaseException) -> None:
         """Bring engine and pillars back to rest after ``error`` broke a step; gradients of the step are dropped."""
+        if self.model is not None:
+            self._tell(error)
         self.drop_step()
         if self.model is not None:
             for pillar in self.pillars:
@@ -362,7 +364,6 @@ class Runtime:
         self._meter.abort()
         if self.model is None:
             return
-        self._tell(error)
         reset_aborted_step(self.model, self._fsdp_lanes)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)

@@ -65,9 +65,9 @@ def test_gathered_in_order_each_once(here: Here) -> None:
         assert not acc.gradient_state.in_dataloader
 
 
-@on_ranks(2, "9", "10", "5")
+@on_ranks(2, "9", "10", "11")
 def test_the_last_step_of_an_epoch_weighs_by_samples(here: Here) -> None:
-    """Ranks of 5 and 4 samples, or of 1 and 0, in the last step: the step is that of the one whole batch."""
+    """Ranks of 2 and 1 samples, of 1 each, or of 1 and 0, in the last step: it is that of the one whole batch."""
     count = int(here.case)
     acc = make_accelerator()
     inputs, labels = make_data("gpt", count)

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from memwall_strategy.accelerate import MemwallPlugin
 from memwall_strategy.config import ResilienceConfig
 from memwall_strategy.core.errors import ConfigError, MemwallError, PeerLost
+from memwall_strategy.telemetry.events import EventKind
 from tests.accelerate.helpers import make_accelerator, whole_loader
 from tests.lightning.checks import Here, on_ranks
 from tests.lightning.models import (
@@ -224,6 +225,8 @@ def test_the_process_group(tmp_path: Path) -> None:
 
 def lost_worker(rank: int, world: int) -> str:
     acc = make_accelerator(MemwallPlugin(timeout_s=20))
+    told: list[EventKind] = []
+    acc.memwall.events.subscribe(lambda event: told.append(event.kind))
     net = make_net("gpt")
     model, stepper, loader = acc.prepare(net, make_optimizer(net.parameters()), whole_loader("gpt", 400, 2))
     try:
@@ -234,6 +237,7 @@ def lost_worker(rank: int, world: int) -> str:
             stepper.step()
             stepper.zero_grad()
     except PeerLost as error:
+        assert EventKind.PEER_LOST in told and EventKind.STEP_ABORTED in told
         assert all(parameter.grad is None for parameter in model.parameters())
         return str(error)
     return "trained on without the other rank"
