@@ -102,3 +102,10 @@ def clip_grad_value(parameters: Iterable[torch.Tensor], clip_value: float) -> No
     for gradients in _by_layout(parameters).values():
         torch._foreach_clamp_min_(gradients, -clip_value)
         torch._foreach_clamp_max_(gradients, clip_value)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply every gradient by ``factor`` in place."""
+    for gradients in _by_layout(parameters).values():
+        torch._foreach_mul_(gradients, factor)

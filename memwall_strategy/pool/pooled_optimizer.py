@@ -9,8 +9,8 @@ comes in and that of the last goes out.
 An optimizer whose parameters depend on each other (LBFGS) cannot be stepped in parts: ``optimizer_parts.probe`` finds
 that out beforehand, and it is refused by name where its state does not fit, or left as it is where it does.
 
-What it does not do: between the first ``step`` and the next, state that rests on disk shows as tensors without
-elements in ``optimizer.state``; ``state_dict()`` brings it in.
+Between steps the state's tensors show where it rests, so that an edit of state on the host counts. What it does not
+do: state that rests on disk shows as tensors without elements in ``optimizer.state``; ``state_dict()`` brings it in.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class PooledOptimizer(Optimizer):
             with only(self, self.pager.units[index].parameters):
                 step()
             self.pager.leave(index)
+        self.pager.rest()  # whoever edits the state before the next step edits it where it rests
         return loss
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from memwall_strategy.core.block import Block, Kind, Placement, Tier
-from memwall_strategy.core.errors import MemwallError
+from memwall_strategy.core.errors import BlockError, MemwallError
 from memwall_strategy.core.lane import Lane, Transfer
 from memwall_strategy.engine.fsdp import local_tensor
 from memwall_strategy.pool.arena import GRANULE_BYTES, aligned
@@ -298,6 +298,7 @@ class StatePager:
             slot = min(free, key=lambda s: (s.occupant is not None, s.leaving is not None and not s.leaving.done()))
         before, former = slot.leaving, slot.shown
         pairs = self._layout(slot, index, fields)
+        after = self._stores[Tier.DEVICE].copier.now()  # torch may have taken the slot's memory from pending work
         nbytes = sum(each.nbytes for each in fields)
 
         def page_in() -> None:
@@ -307,20 +308,20 @@ class StatePager:
                 self._show_homes(former)
                 slot.shown = None
             start = time.perf_counter()
-            self._copy_in(pairs)
+            self._copy_in(pairs, after)
             self.history.append(PageIn(self.units[index].name, nbytes, time.perf_counter() - start))
 
         slot.occupant, slot.fields, slot.leaving = index, fields, None
         slot.coming = self._in.submit(page_in, transfer="page-in", unit=self.units[index].name, nbytes=nbytes)
         return slot
 
-    def _copy_in(self, pairs: Iterable[tuple[StateField, torch.Tensor]]) -> None:
+    def _copy_in(self, pairs: Iterable[tuple[StateField, torch.Tensor]], after: torch.cuda.Event | None) -> None:
         by_tier: dict[Tier, list[tuple[Placement, torch.Tensor]]] = {}
         for each, target in pairs:
             home = self._table.readable(each.block)
             by_tier.setdefault(home.tier, []).append((home, target))
         for tier, wanted in by_tier.items():
-            self._stores[tier].read(wanted)
+            self._stores[tier].read(wanted, after)
 
     def _send_home(self, slot: _Slot) -> None:
         index = slot.occupant
@@ -383,7 +384,7 @@ class StatePager:
     def _contiguous(self, each: StateField) -> torch.Tensor:
         local = self._local(each)
         if local.dtype != each.dtype or local.shape != each.shape:
-            raise TypeError(
+            raise BlockError(
                 f"block {each.block} was planned as {each.dtype} {tuple(each.shape)}, the optimizer made it "
                 f"{local.dtype} {tuple(local.shape)}"
             )

@@ -167,6 +167,8 @@ def position_loader(
     seed: int,
     mode: str = "train",
     gather: Gather | None = None,
+    deal: bool = False,
+    split: bool = False,
 ) -> Any:
     """Give a loader a position in its data.
 
@@ -180,6 +182,9 @@ def position_loader(
         mode: ``train``: epochs are set by the trainer's ``set_epoch``. ``passes``: each pass is the next epoch
             (Fabric, plain loops). ``eval``: the loader is returned as it is.
         gather: see ``runtime.even.Gather``. None: ``all_gather_object`` over the default process group.
+        deal: nobody has dealt the data over the ranks (Accelerate): do so whatever the sampler or batch sampler, in
+            the first rank's order, each rank's samples of a step consecutive. A user's DistributedSampler deals itself.
+        split: the loader's batches are those of all ranks together, to be split among them.
 
     Returns:
         A ``PositionedLoader``; an ``EvenLoader`` where ranks deal for themselves; or the loader itself.
@@ -192,8 +197,13 @@ def position_loader(
     if mode == "eval" or isinstance(dataloader, (PositionedLoader, EvenLoader)):
         return dataloader
     gather = gather or _gather_over_default_group
-    positions = _positions_of(dataloader, rank, world, seed, count_passes=mode == "passes")
+    positions = _positions_of(
+        dataloader, rank, world, seed, count_passes=mode == "passes", deal=deal, split=split
+    )
     known = gather(_describe(dataloader, positions)) if world > 1 else []
+    if deal and known and positions is not None and not positions.by_rank:
+        positions.order.seed = known[0].get("seed", positions.order.seed)  # a sampler's own generator may differ
+        known = [{**description, "seed": known[0].get("seed")} for description in known]
     _check_agreement(known)
     if positions is None:
         _warn_if_lost(dataloader, rank)
@@ -205,7 +215,9 @@ def position_loader(
     return dataloader
 
 
-def _positions_of(loader: Any, rank: int, world: int, seed: int, *, count_passes: bool) -> PositionSampler | None:
+def _positions_of(
+    loader: Any, rank: int, world: int, seed: int, *, count_passes: bool, deal: bool, split: bool
+) -> PositionSampler | None:
     """The sampler that gives ``loader`` a position; None where nothing can."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
@@ -226,17 +238,31 @@ def _positions_of(loader: Any, rank: int, world: int, seed: int, *, count_passes
         dealt = False
     else:
         order, dealt = _order_of(sampler, rank, world, seed)
+    deals_itself = any(isinstance(part, DistributedSampler) for part in (sampler, getattr(sampler, "sampler", None)))
+    deal = deal and not deals_itself
+    dealt = dealt or deal
     plain = batch_sampler is None or whole_batches
+    batch_size = 1 if plain else batch_sampler.batch_size
     return PositionSampler(
         order,
         rank=rank,
         world=world,
-        batch_size=1 if plain else batch_sampler.batch_size,
+        batch_size=_part_of_batch(batch_size, world, plain) if split else batch_size,
         drop_last=False if plain else batch_sampler.drop_last,
-        by_rank=whole_batches or not (dealt or world == 1),
+        by_rank=not (dealt or (world == 1 and not whole_batches)),
         count_passes=count_passes,
         seed_workers=loader.num_workers > 0 and batch_sampler is not None,
+        consecutive=deal,
     )
+
+
+def _part_of_batch(batch_size: int, world: int, plain: bool) -> int:
+    if plain or batch_size % world:
+        raise ConfigError(
+            f"split_batches=True needs a loader made with a batch_size that {world} ranks divide; this one's is "
+            f"{'not known' if plain else batch_size}. Change batch_size, or use split_batches=False."
+        )
+    return batch_size // world
 
 
 def _order_of(sampler: Any, rank: int, world: int, seed: int) -> tuple[Order, bool]:
@@ -292,12 +318,14 @@ def _describe(loader: Any, positions: PositionSampler | None) -> dict[str, Any]:
         "drop_last": positions.drop_last,
         "seed": order.seed,
         "shuffle": order.shuffle,
+        # A user's sampler that draws with a generator of its own may draw another order on each rank.
+        "order": order.fingerprint(0, 0) if positions.consecutive and isinstance(order, DrawnOrder) else None,
     }
 
 
 def _check_agreement(known: list[dict[str, Any]]) -> None:
     for rank, description in enumerate(known):
-        for key in ("dealing", "sampler", "length", "batch_size", "drop_last", "seed", "shuffle"):
+        for key in ("dealing", "sampler", "length", "batch_size", "drop_last", "seed", "shuffle", "order"):
             if description.get(key) != known[0].get(key):
                 raise ConfigError(
                     f"The training data differs between ranks: {key} is {known[0].get(key)!r} on rank 0 and "

@@ -356,18 +356,24 @@ class Runtime:
 
     def abort_step(self, error: BaseException) -> None:
         """Bring engine and pillars back to rest after ``error`` broke a step; gradients of the step are dropped."""
+        if self.model is not None:
+            self._tell(error)
+        self.drop_step()
+        if self.model is not None:
+            for pillar in self.pillars:
+                pillar.on_failure(self, error)
+
+    def drop_step(self) -> None:
+        """Bring the engine back to rest in the middle of a step and drop its gradients, as before loading a state."""
         self._in_step = False
         self._meter.abort()
         if self.model is None:
             return
-        self._tell(error)
         reset_aborted_step(self.model, self._fsdp_lanes)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self.memory is not None:
             self.memory.refresh()
-        for pillar in self.pillars:
-            pillar.on_failure(self, error)
 
     def _tell(self, error: BaseException) -> None:
         text = str(error)

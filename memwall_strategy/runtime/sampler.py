@@ -86,6 +86,9 @@ class PositionSampler(Sampler[Any]):
         count_passes: each pass is an epoch of its own and ``set_epoch`` is ignored (Fabric counts from 0 after a
             resume).
         seed_workers: make batches that seed the generators of the worker that loads them.
+        consecutive: a rank's samples of a step follow each other in the order, so that what is gathered over ranks
+            is in the order (Accelerate's way). Else rank r gets every ``world``-th from the r-th on. Positions mean
+            the same either way.
     """
 
     def __init__(
@@ -99,11 +102,13 @@ class PositionSampler(Sampler[Any]):
         by_rank: bool = False,
         count_passes: bool = False,
         seed_workers: bool = False,
+        consecutive: bool = False,
     ) -> None:
         self.order = order
         self.rank, self.world = rank, world
         self.batch_size, self.drop_last = batch_size, drop_last
         self.by_rank, self.count_passes, self.seed_workers = by_rank, count_passes, seed_workers
+        self.consecutive = consecutive
         self.start = Position()
         self.on_move: Callable[[], None] = _nothing
         """Called whenever ``start`` was set from outside: the number of batches may be another one now."""
@@ -137,12 +142,19 @@ class PositionSampler(Sampler[Any]):
         for _ in range(self.steps_left(at)):
             behind, _weight = self.after(at)
             block = items[at.consumed : behind.consumed]
-            own = as_list(block[self._deal_rank :: self._deal_world])
+            own = as_list(block[self._own_part(len(block))])
             if not own:  # fewer samples than ranks are left: a repeated one, of weight 0, keeps the ranks in step
                 own = as_list(block)[self._deal_rank % len(block) :][:1]
             batch = own[0] if self.order.items_are_batches else own
             yield SeededBatch(batch, self._batch_seed(at)) if self.seed_workers else batch
             at = behind
+
+    def _own_part(self, taken: int) -> slice:
+        if not self.consecutive:
+            return slice(self._deal_rank, None, self._deal_world)
+        share, more = divmod(taken, self._deal_world)
+        first = share * self._deal_rank + min(self._deal_rank, more)
+        return slice(first, first + share + int(self._deal_rank < more))
 
     def _batch_seed(self, at: Position) -> int:
         return mix_seeds("batch", self.order.seed, at.epoch, at.round, at.batches, self.rank)

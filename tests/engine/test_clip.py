@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from memwall_strategy.core.errors import ConfigError, MemwallError
-from memwall_strategy.engine.clip import clip_grad_norm, clip_grad_value, total_norm
+from memwall_strategy.engine.clip import clip_grad_norm, clip_grad_value, scale_gradients, total_norm
 from memwall_strategy.engine.fsdp import local_tensor
 from tests.engine.lane_cases import MLP, MODELS, gradients, mesh_of, sharded
 from tests.lightning.checks import on_ranks
@@ -79,6 +79,13 @@ def test_values_are_clamped():
     assert p.grad.tolist() == [-1.0, -0.5, 0.0, 1.0, 1.0]
     clip_grad_value([p], 0.0)
     assert p.grad.eq(0).all()
+
+
+def test_gradients_are_scaled():
+    with_gradient, without = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    with_gradient.grad = torch.tensor([1.0, -2.0, 4.0])
+    scale_gradients([with_gradient, without], 0.5)
+    assert with_gradient.grad.tolist() == [0.5, -1.0, 2.0] and without.grad is None
 
 
 def test_a_negative_value_is_refused():

@@ -242,6 +242,21 @@ def test_it_leaves_as_an_ordinary_optimizer(where: str, how: str, tmp_path: Path
     torch.save(left.state_dict(), io.BytesIO())
 
 
+def test_an_edit_of_state_between_steps_counts() -> None:
+    plain_net, net = make_net(), make_net()
+    plain, wrapped = make("AdamW", plain_net), make("AdamW", net)
+    with pooled(wrapped, net, **PLACES["host"]) as (optimizer, _):
+        for number in range(4):
+            step(plain_net, plain, number)
+            step(net, optimizer, number)
+            optimizer.pager.prefetch([])
+            for each in (plain, optimizer):
+                for state in each.state.values():
+                    state["exp_avg"].mul_(0.5)
+        assert_same(plain.state_dict(), optimizer.state_dict())
+    assert_same(plain_net.state_dict(), net.state_dict())
+
+
 def test_what_is_held_on_the_device_is_what_was_booked(tmp_path: Path) -> None:
     """At the first step too: slots and what stays, never more than one unit's new state beside them."""
     net = make_net(layers=8)

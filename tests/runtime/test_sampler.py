@@ -254,3 +254,22 @@ def test_whole_batches_of_a_users_batch_sampler():
     state = saved(sampler, 0) | {"consumed": 2, "batches": 2}
     sampler.load_state_dict(state)
     assert list(PositionBatchSampler(sampler)) == [[8, 9]] and len(PositionBatchSampler(sampler)) == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 40), world=st.integers(1, 5), batch=st.integers(1, 4))
+def test_consecutive_dealing_keeps_the_order_over_ranks(n, world, batch):
+    """What the ranks of a step have, one after the other, is the step; a weight is that of the samples dealt."""
+    order = Permutation(n, shuffle=True, seed=3)
+    ranks = [
+        PositionSampler(order, rank=rank, world=world, batch_size=batch, consecutive=True) for rank in range(world)
+    ]
+    at, seen = Position(), []
+    for dealt in zip(*(list(PositionBatchSampler(sampler)) for sampler in ranks), strict=True):
+        places = [sampler.after(at) for sampler in ranks]
+        real = [own if weight else [] for own, (_, weight) in zip(dealt, places, strict=True)]
+        taken = places[0][0].consumed - at.consumed
+        assert [weight for _, weight in places] == [len(own) * world / taken for own in real]
+        seen += [index for own in real for index in own]
+        at = places[0][0]
+    assert seen == list(order.items(0, 0))
