@@ -91,7 +91,8 @@ def test_train_then_resume(tmp_path: Path) -> None:
     for kind in ("param", "exp_avg", "exp_avg_sq"):
         assert summary["memory"]["measured"]["step"][kind] == plan["resident"][kind] > 0, kind
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [e["kind"] for e in events if e["kind"] != "checkpoint_saved"] == ["run_started", "plan", "run_ended"]
+    kinds = [e["kind"] for e in events if e["kind"] != "checkpoint_saved"]
+    assert kinds == ["run_started", "state_placed", "plan", "run_ended"]
     assert all(e["rank"] == 0 and e["severity"] == "info" for e in events)
     assert [(Path(e["fields"]["path"]).name, e["step"]) for e in events if e["kind"] == "checkpoint_saved"] == [
         ("best_step_12.ckpt", 12), ("last.ckpt", 12), ("best_step_24.ckpt", 24), ("last.ckpt", 24), ("last.ckpt", 30),
