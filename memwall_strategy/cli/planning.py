@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -10,9 +11,9 @@ from torch.optim import Optimizer
 
 from memwall_strategy.cli.options import HardwareOptions
 from memwall_strategy.cli.settings import Settings
-from memwall_strategy.config import format_size, parse_size
-from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.config import parse_size
 from memwall_strategy.engine.capacity import available_device_bytes
+from memwall_strategy.engine.optimizer_parts import probe
 from memwall_strategy.engine.units import plan_sharding
 from memwall_strategy.planner import (
     ActivationSpec,
@@ -28,6 +29,12 @@ from memwall_strategy.planner import (
     gpt_flops,
     plan,
 )
+from memwall_strategy.pool.probe import unused_memory_bytes
+from memwall_strategy.pool.state_placement import Room
+from memwall_strategy.pool.state_plan import with_paged_state
+
+UNKNOWN_BYTES = 2**62
+"""Room on a machine of which nobody said how much it has."""
 
 _FLOPS = {"32-true": "fp32_flops", "bf16-true": "bf16_flops", "bf16-mixed": "bf16_flops", "16-mixed": "fp16_flops"}
 _COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
@@ -42,7 +49,8 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
         device: the rank's, which need not be there when ``hardware.device_memory`` says what it has.
 
     Raises:
-        ConfigError: the budget is above what is there, or below what rests between two steps.
+        ConfigError: the budget is above what is there, or what it leaves is too little for optimizer state to pass
+            through.
     """
     memwall, trainer = settings.memwall, settings.trainer
     sharding = plan_sharding(
@@ -59,27 +67,39 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
     explicit = overlap.enabled and (lanes or overlap.prefetch > 1)  # else the engine's own prefetch, one unit
     model = ModelSpec.from_module(module, [name for name, _ in sharding.units])
     cluster = ClusterSpec(world=world, replicate=memwall.replicate, device_bytes=memory_bytes)
-    made = plan(
+    spec = OptimizerSpec.from_optimizer(optimizer)
+    predict = partial(
+        plan,
         model,
         cluster,
-        Budgets(device_bytes=budget_bytes),
-        optimizer=OptimizerSpec.from_optimizer(optimizer),
         precision=trainer.precision,
         micro_batch=settings.text.batch_size if settings.text else 1,
-        accumulate=trainer.accumulate_grad_batches,
         accumulate_how=memwall.accumulate,
         prefetch=overlap.prefetch if explicit else 0,
         reduce_buffers=overlap.reduce_buffers if overlap.enabled else 1,
         lanes=lanes,
-        activations=_activations(settings),
     )
-    if budget_bytes is not None and made.resident_bytes > budget_bytes:
-        raise ConfigError(
-            f"pool.device_budget={format_size(budget_bytes)} cannot hold this model: weights, gradients and optimizer "
-            f"state alone are {format_size(made.resident_bytes)} on each of {world} ranks. Raise the budget, or use "
-            "more ranks (trainer.devices)."
-        )
+    accumulate = trainer.accumulate_grad_batches
+    made = predict(
+        Budgets(device_bytes=budget_bytes), optimizer=spec, accumulate=accumulate, activations=_activations(settings)
+    )
+    if budget_bytes is not None:
+        # As the pool itself plans it: gradients of an earlier micro-batch are there, activations are not counted.
+        beside = predict(Budgets(), optimizer=OptimizerSpec("none"), accumulate=2).peak_bytes
+        room = Room(budget_bytes - beside, *_room_elsewhere(settings))
+        if probe(optimizer).alone:
+            made = with_paged_state(made, model, cluster, spec, room, slots=memwall.pool.optimizer_units)
     return replace(made, bounds=_bounds(settings, model, cluster))
+
+
+def _room_elsewhere(settings: Settings) -> tuple[int, int]:
+    """Bytes for optimizer state on host and disk: the budgets, else what is unused here, or any where not here."""
+    pool, here = settings.memwall.pool, settings.hardware == HardwareOptions()
+    unused = unused_memory_bytes() if here else UNKNOWN_BYTES
+    host = unused
+    if pool.host_budget is not None:
+        host = parse_size(pool.host_budget, option="pool.host_budget", available_bytes=unused)
+    return host, parse_size(pool.disk_budget, option="pool.disk_budget", available_bytes=UNKNOWN_BYTES)
 
 
 def device_memory_bytes(settings: Settings, device: torch.device) -> int:

@@ -12,7 +12,7 @@ from memwall_strategy.planner.bounds import StepBounds
 
 KINDS = (
     Kind.PARAM, Kind.GRAD, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.OPTIMIZER, Kind.BUFFER, Kind.GATHERED, Kind.COMM,
-    Kind.ACTIVATION,
+    Kind.ACTIVATION, Kind.STAGING,
 )  # fmt: skip
 """Rows of the table, in this order."""
 
@@ -37,6 +37,7 @@ class Plan:
         fits: whether the highest total is within the limit; None without a limit.
         advice: one thing to change where it does not fit.
         bounds: the least time of a step on the hardware that the plan is for; None where none was described.
+        placed: tier -> bytes of optimizer state that rest off the device and are paged; None where nothing is.
     """
 
     world: int
@@ -57,6 +58,7 @@ class Plan:
     fits: bool | None
     advice: str | None
     bounds: StepBounds | None = None
+    placed: Mapping[str, int] | None = None
 
     @property
     def resident_bytes(self) -> int:
@@ -122,6 +124,9 @@ class Plan:
         left = self.limit_bytes - self.peak_bytes
         verdict = f"fits, {format_size(left)} to spare" if self.fits else f"does NOT fit, {format_size(-left)} missing"
         peak = f"peak {format_size(self.peak_bytes)} in {self.peak_phase}, limit {format_size(self.limit_bytes)}"
+        if self.placed:
+            rest = " and ".join(f"{format_size(size)} on {tier}" for tier, size in self.placed.items() if size)
+            notes += f"; optimizer state paged: {rest}"
         return f"{peak}: {verdict} ({notes})" + (f"\nadvice: {self.advice}" if self.advice else "")
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from memwall_strategy.config import PoolConfig, format_size, parse_size
 from memwall_strategy.core.block import Block, Kind, Tier
 from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.core.lane import Lane
 from memwall_strategy.core.pillar import BasePillar
 from memwall_strategy.engine.capacity import available_device_bytes
 from memwall_strategy.engine.optimizer_parts import Parts, probe
@@ -73,6 +74,11 @@ class PoolPillar(BasePillar):
     def stores(self) -> dict[Tier, Store]:
         """The open tiers' stores; none where nothing is paged."""
         return self._pool.stores if self._pool is not None else {}
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The lanes that page; none where nothing is paged."""
+        return (self._pool.page_in, self._pool.page_out) if self._pool is not None else ()
 
     # -- set-up --
 

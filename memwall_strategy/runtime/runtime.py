@@ -40,8 +40,8 @@ from memwall_strategy.planner import ModelSpec
 from memwall_strategy.pool.pillar import PoolPillar
 from memwall_strategy.runtime.input_clock import InputClock
 from memwall_strategy.runtime.meter import StepMeter
+from memwall_strategy.runtime.spans import SpanKeeper
 from memwall_strategy.telemetry.events import EventKind, Events
-from memwall_strategy.telemetry.trace import write_lanes
 
 
 class Runtime:
@@ -104,8 +104,7 @@ class Runtime:
         self._roots: list[nn.Module] = []
         self._meter = StepMeter(self.device, compute_dtype(self.precision), world=mesh.size())
         self._in_step = False
-        self._tracing = config.overlap.trace
-        self._trace: list[Span] = []
+        self._spans = SpanKeeper(self._all_lanes, always=config.overlap.trace)
         self._last: dict[str, float] = {}
 
     # -- set-up --
@@ -193,6 +192,9 @@ class Runtime:
         """The lanes by name."""
         lanes = self._fsdp_lanes
         return {} if lanes is None else {lanes.gather.name: lanes.gather, lanes.reduce.name: lanes.reduce}
+
+    def _all_lanes(self) -> list[Lane]:
+        return [*self.lanes.values(), *(self.pool.lanes if self.pool is not None else ())]
 
     # -- one step --
 
@@ -295,8 +297,7 @@ class Runtime:
                 with self.memory.phase(phase), saved:
                     yield
         finally:
-            if self._tracing:
-                self._trace.append(Span("train", phase.value, "", start, time.perf_counter(), 0))
+            self._spans.add(phase.value, start)
 
     def count(self, output: Any) -> torch.Tensor | None:
         """Return the loss of a step's output and note the tokens it stands for, if it says so.
@@ -330,7 +331,7 @@ class Runtime:
         self.steps += 1
         self.events.step = self.steps
         stats = {name: lane.take_stats() for name, lane in self.lanes.items()}
-        self._keep_spans()
+        self._spans.collect()
         self._last = self._meter.end(stats, self.input_clock.take())
         if self.memory is not None:
             self._last |= self._memory_metrics()
@@ -420,22 +421,11 @@ class Runtime:
 
     def start_trace(self) -> float:
         """Keep spans of the lanes and of the training thread's phases from now on; return now (perf_counter)."""
-        self._record_spans(True)
-        return time.perf_counter()
+        return self._spans.start()
 
     def stop_trace(self, since_s: float) -> list[Span]:
         """The spans that began since then, in ``time.perf_counter`` seconds; ``overlap.trace`` alone keeps others."""
-        self._keep_spans()
-        taken = [span for span in self._trace if span.start_s >= since_s]
-        if not self.config.overlap.trace:
-            self._record_spans(False)
-            self._trace.clear()
-        return taken
-
-    def _record_spans(self, on: bool) -> None:
-        self._tracing = on
-        for lane in self.lanes.values():
-            lane.record_spans = on
+        return self._spans.stop(since_s)
 
     def write_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write the recorded transfers as a Chrome trace (load it in chrome://tracing or Perfetto).
@@ -443,14 +433,7 @@ class Runtime:
         Raises:
             ConfigError: nothing was recorded because ``overlap.trace`` is off.
         """
-        if not self.config.overlap.trace:
-            raise ConfigError("there is no trace: set overlap.trace=true before training.")
-        self._keep_spans()
-        return write_lanes(path, self._trace, self.events.rank)
-
-    def _keep_spans(self) -> None:
-        for lane in self.lanes.values():
-            self._trace += lane.take_spans()
+        return self._spans.write(path, self.events.rank)
 
     def close(self) -> None:
         """End threads, lanes and hooks; the model stays a plain FSDP2 model. Idempotent."""

@@ -161,7 +161,8 @@ def test_telemetry_to_any_logger_and_folder(here: Here) -> None:
 
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [(e["kind"], e["step"]) for e in events if e["rank"] == 0] == [
-        ("run_started", 0), ("state_placed", 0), ("memory_high", 1), ("loss_not_finite", 2), ("profile_written", 4), ("run_ended", 5),
+        ("run_started", 0), ("state_placed", 0), ("memory_high", 1), ("loss_not_finite", 2), ("profile_written", 4),
+        ("run_ended", 5),
     ]  # fmt: skip
     assert {e["kind"] for e in events if e["rank"] == 1} == {"memory_high", "loss_not_finite"}, "alerts alone"
     summary = json.loads((run / "summary.json").read_text())

@@ -16,8 +16,8 @@ from memwall_strategy.recipes.gpt.module import GPTModule
 SMALL = ("experiment=gpt_nano", "model.layers=2", "model.hidden=32", "model.heads=2", "data.seq_len=16")
 
 
-def plan_of(*overrides: str) -> tuple[Plan, GPTModule]:
-    settings = check(compose_run([*SMALL, *overrides]))
+def plan_of(*overrides: str, base: tuple[str, ...] = SMALL) -> tuple[Plan, GPTModule]:
+    settings = check(compose_run([*base, *overrides]))
     module, tried = build_module(settings)
     return plan_run(settings, module, tried, world=2, device=torch.device("cpu")), module
 
@@ -39,7 +39,7 @@ def test_an_optimizer_without_state_plans_none() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("pool.device_budget=100KiB", r"pool\.device_budget=100\.0 KiB cannot hold this model.*on each of 2 ranks"),
+        ("pool.device_budget=100KiB", r"device tier: 2 slots for the optimizer state .* Raise pool\.device_budget"),
         ("pool.device_budget=900TiB", r"pool\.device_budget=.* is above"),
         ("strategy.unit_classes=[Blok]", r"Blok.*Did you mean 'Block'"),
         ("+optimizer.foo=1", r"optimizer: torch\.optim\.AdamW refuses its options: .*'foo'"),
@@ -51,3 +51,13 @@ def test_an_optimizer_without_state_plans_none() -> None:
 def test_refused_before_any_process(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of(override)
+
+
+def test_paged_state_leaves_the_device() -> None:
+    """What the plan says of tiers and slots is what the pool does with the same budget (tests/lightning/test_pool)."""
+    whole, _ = plan_of(base=SMALL[:1])
+    made, _ = plan_of("pool.device_budget=40MiB", base=SMALL[:1])
+    assert whole.placed is None and made.placed["host"] > 0 and made.placed["disk"] == 0
+    moved = sum(whole.resident[kind] - made.resident[kind] for kind in ("exp_avg", "exp_avg_sq"))
+    assert moved == made.placed["host"]
+    assert made.resident["staging"] > 0 and "optimizer state paged" in made.table()
