@@ -45,6 +45,7 @@ from memwall_strategy.engine.scaler import ShardedGradScaler
 from memwall_strategy.engine.sharding import data_parallel_mesh
 from memwall_strategy.runtime import Runtime
 from memwall_strategy.runtime.data import position_loader
+from memwall_strategy.runtime.input_clock import InputClock, timed
 
 
 class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
@@ -76,6 +77,7 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
         check_agreement(self.num_processes, self.device)
         self.memwall.events.rank = self.process_index
         self.weigh_batches = True
+        self._input_clock = InputClock()
         self._mesh = data_parallel_mesh(
             self.device.type, torch.distributed.get_world_size(), self.memwall.config.replicate
         )
@@ -126,7 +128,9 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
             raise ConfigError("the model was loaded with device_map='auto'. Load it without: memwall places it.")
         inner = compiled_from(model)
         precision, events = PRECISIONS[self.mixed_precision], self.memwall.events
-        runtime = Runtime(self.memwall.config, mesh=self._mesh, precision=precision, events=events)
+        runtime = Runtime(
+            self.memwall.config, mesh=self._mesh, precision=precision, events=events, input_clock=self._input_clock
+        )
         runtime.setup(inner)
         self.memwall.runtimes[inner] = runtime
         self._scopes[inner] = ForwardScope(inner, runtime, mixed=self._mixed, failed=self._abort)
@@ -146,9 +150,7 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
             own = set(model.parameters())
             if any(parameter in own for parameter in _parameters(optimizer)):
                 runtime.add_optimizers([*runtime.optimizers, optimizer])
-        wrapped = SteppingOptimizer(
-            optimizer, self.scaler, self._around_step, lambda: prepared_by(self).optimizers
-        )
+        wrapped = SteppingOptimizer(optimizer, self.scaler, self._around_step, lambda: prepared_by(self).optimizers)
         held.append(wrapped)
         return wrapped
 
@@ -170,7 +172,10 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
         )
         place = self.device_placement if device_placement is None else device_placement
         prepared = PreparedLoader(
-            inner, device=self.device if place else None, non_blocking=self.non_blocking, world=self.num_processes
+            timed(inner, self._input_clock),
+            device=self.device if place else None,
+            non_blocking=self.non_blocking,
+            world=self.num_processes,
         )
         prepared_by(self).loaders.append(prepared)
         return prepared

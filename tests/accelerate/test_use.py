@@ -76,6 +76,7 @@ def test_trackers_get_the_runtimes_figures(here: Here) -> None:
     assert tracker.rows[1] == ({"early": 1.0}, 0)
     values, step = tracker.rows[3]
     assert step == 2 and {"loss", "memwall/step_s", "memwall/pool/device_bytes", "memwall/tokens_per_s"} <= set(values)
+    assert values["memwall/input/exposed_s"] > 0
     assert tracker.rows[4] == ({"alone": 1.0}, 3)
 
 
