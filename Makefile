@@ -4,6 +4,8 @@ PYTHON ?= python3
 # What pip installs as torch, options included: TORCH=torch==2.12.0, TORCH="torch --index-url ...".
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+# Test files at a time; most of them start two ranks.
+WORKERS ?= 2
 DEMO_ARGS ?=
 
 VENV := .venv
@@ -23,13 +25,13 @@ LINT := $(VENV)/.lint
 help:  ## This list
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' $(MAKEFILE_LIST) | expand -t 14
 	@echo
-	@echo 'PYTHON=$(PYTHON)  TORCH=$(TORCH)  PYTEST_ARGS="tests/core -k lane"  DEMO_ARGS="trainer.max_steps=20"'
+	@echo 'PYTHON=$(PYTHON)  TORCH=$(TORCH)  WORKERS=$(WORKERS)  PYTEST_ARGS="tests/core -k lane"  DEMO_ARGS="trainer.max_steps=20"'
 
 demo: $(BASE)  ## Install into .venv, train experiment=gpt_nano on two local processes, print where the run folder is
 	$(BIN)/memwall-train experiment=gpt_nano $(DEMO_ARGS)
 
 test: $(TEST)  ## Install into .venv and run the tests; PYTEST_ARGS chooses some
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(LINT)  ## Check the code's style
 	$(BIN)/ruff check .

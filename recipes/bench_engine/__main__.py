@@ -18,7 +18,6 @@ Each figure is a ratio of medians over pairs of runs next to each other in time;
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -28,9 +27,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..figures import figures_parser, measure, parse
 from ..netns import Host, linked_hosts, why_not
 
 MODEL = {"layers": 6, "heads": 8, "hidden": 512, "context": 256, "dropout": 0.0}
@@ -210,29 +211,11 @@ def link(repeats: int, rate: str) -> list[tuple[str, str, str, str]]:
 
 def main() -> None:
     """Measure, then print claimed | measured | how."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.bench_engine", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("figures", nargs="*", default=[*FIGURES],
-                        help=f"which figures: {', '.join(FIGURES)} (default: all)")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs for each figure (default 5)")
+    parser = figures_parser("recipes.bench_engine", __doc__, FIGURES)
     parser.add_argument("--rate", default="400mbit", help="rate of the link, in tc's words (default 400mbit)")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.figures) - set(FIGURES):
-        parser.error(f"unknown figure {', '.join(sorted(unknown))}; choose from {', '.join(FIGURES)}")
-    if arguments.repeats < 1:
-        parser.error("--repeats must be at least 1")
-    rows = []
-    for figure in arguments.figures:
-        print(f"measuring {figure} ...", flush=True)
-        measure = {"off": off, "accounting": accounting, "telemetry": telemetry}.get(figure)
-        rows += measure(arguments.repeats) if measure else link(arguments.repeats, arguments.rate)
-    header = ("figure", "limit", "measured", "how")
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(4)]
-    for row in [header, *rows]:
-        print(" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if arguments.json:
-        arguments.json.write_text(json.dumps([dict(zip(header, row, strict=True)) for row in rows], indent=1))
+    arguments = parse(parser)
+    over_link = partial(link, rate=arguments.rate)
+    measure(arguments, {"off": off, "accounting": accounting, "telemetry": telemetry, "link": over_link})
 
 
 if __name__ == "__main__":

@@ -15,21 +15,19 @@ On CPU, "device", "host" and "disk" are capped arenas, and every byte between th
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..bench_engine.__main__ import compare, median_step, run_ranks
+from ..figures import Row, figures_parser, measure, parse
 
 MODEL = {"layers": 8, "heads": 4, "hidden": 256, "context": 128, "dropout": 0.0}
 BASELINE_BYTES = 16
 """fp32 weight, gradient and two moments, a parameter."""
 FIGURES = ("paging", "overhead", "ranks")
-
-Row = tuple[str, str, str, str]
 
 
 def task_of(variants: list[str], folder: Path, **changes: Any) -> dict[str, Any]:
@@ -109,28 +107,12 @@ def ranks(repeats: int, folder: Path) -> list[Row]:
 
 def main() -> None:
     """Measure, then print claimed | measured | how."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.memory", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("figures", nargs="*", default=list(FIGURES), help=f"which: {', '.join(FIGURES)} (default: all)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each variant (default 5)")
+    parser = figures_parser("recipes.memory", __doc__, FIGURES)
     parser.add_argument("--folder", type=Path, help="where the disk tier goes (default: a temporary folder)")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.figures) - set(FIGURES):
-        parser.error(f"unknown figure {', '.join(sorted(unknown))}; choose from {', '.join(FIGURES)}")
-    if arguments.repeats < 1:
-        parser.error("--repeats must be at least 1")
-    rows: list[Row] = []
+    arguments = parse(parser)
     with tempfile.TemporaryDirectory(prefix="memwall-memory-", dir=arguments.folder) as folder:
-        for figure in arguments.figures:
-            print(f"measuring {figure} ...", flush=True)
-            rows += {"paging": paging, "overhead": overhead, "ranks": ranks}[figure](arguments.repeats, Path(folder))
-    header = ("figure", "claimed", "measured", "how")
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(4)]
-    for row in [header, *rows]:
-        print(" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if arguments.json:
-        arguments.json.write_text(json.dumps([dict(zip(header, row, strict=True)) for row in rows], indent=1))
+        known = {"paging": paging, "overhead": overhead, "ranks": ranks}
+        measure(arguments, {name: partial(function, folder=Path(folder)) for name, function in known.items()})
 
 
 if __name__ == "__main__":
