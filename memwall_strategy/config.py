@@ -162,11 +162,16 @@ class OverlapConfig:
     reduce_buffers: int = 2
     """Most units whose gradients may be in flight at a time; each holds one unit's whole gradient."""
 
+    optimizer_in_backward: bool = False
+    """Each unit steps inside the backward, as soon as its gradients are there, and lets go of them: less memory for
+    gradients, and optimizer state is paged in the shadow of the backward. Lightning's automatic optimization, one
+    micro-batch a step; refused with clipping, a gradient scaler, or a hook between backward and step."""
+
     trace: bool = False
     """Keep every transfer's start and end for ``Runtime.write_trace``."""
 
     def __post_init__(self) -> None:
-        _check_bool(self, "enabled", "lanes", "trace")
+        _check_bool(self, "enabled", "lanes", "optimizer_in_backward", "trace")
         _check_int(self, "prefetch", 0)
         _check_int(self, "reduce_buffers", 1)
 
@@ -279,6 +284,10 @@ class MemwallConfig:
                     f"{part.name}={getattr(self, part.name)!r} must be a {_PARTS[part.name].__name__}. "
                     f"Write {part.name}={_PARTS[part.name].__name__}(...)."
                 )
+        if self.overlap.enabled and self.overlap.optimizer_in_backward and not self.pool.enabled:
+            raise ConfigError(
+                "overlap.optimizer_in_backward=true steps through the pool. Set pool.enabled=true, or leave it out."
+            )
 
 
 _PARTS: dict[str, type] = {

@@ -8,7 +8,7 @@ from torch import nn
 
 from memwall_strategy.config import MemwallConfig
 from memwall_strategy.runtime import Runtime
-from memwall_strategy.runtime.world import read_options
+from memwall_strategy.runtime.world import read_options, refuse_trainer_only
 from memwall_strategy.telemetry.events import Events
 
 
@@ -32,6 +32,7 @@ class MemwallPlugin:
 
     def __init__(self, config: MemwallConfig | None = None, **options: Any) -> None:
         self.config = read_options(config, options, "MemwallPlugin")
+        refuse_trainer_only(self.config, "Accelerate")
         self.runtimes: dict[nn.Module, Runtime] = {}
         self.events = Events()
 

@@ -36,6 +36,7 @@ from memwall_strategy.lightning.checkpoints import FabricCheckpointMethods
 from memwall_strategy.lightning.world import WorldMethods, choose_precision, divided, read_options, sum_for
 from memwall_strategy.runtime import Runtime
 from memwall_strategy.runtime.input_clock import InputClock, timed
+from memwall_strategy.runtime.world import refuse_trainer_only
 
 
 class FabricPrecisionMethods:
@@ -98,6 +99,7 @@ class FabricStrategyMethods(FabricCheckpointMethods, WorldMethods, FabricSeams):
         **options: Any,
     ) -> None:
         self.config = read_options(config, options, "MemwallFabricStrategy")
+        refuse_trainer_only(self.config, "Fabric")
         self.runtimes: dict[nn.Module, Runtime] = {}
         self.input_clock = InputClock()
         super().__init__(

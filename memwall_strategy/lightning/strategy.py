@@ -126,6 +126,9 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
         if fitting:
             mark_training_data(trainer, self._mark_training_data)  # configure_optimizers may ask for the data's length
             self.setup_optimizers(trainer)
+            self.runtime.micro_batches = trainer.accumulate_grad_batches if module.automatic_optimization else 2
+            if self.config.overlap.enabled and self.config.overlap.optimizer_in_backward:
+                self._refuse_between_backward_and_step(trainer)
             self.runtime.add_optimizers(self.optimizers)
             install_stop_agreement(trainer, lambda: self.save_on_sigterm(trainer), self.restore_rng_once)
             time_fetches(trainer, self.runtime.input_clock)
@@ -166,6 +169,36 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
             raise ConfigError(
                 f"manual optimization with parameters directly on {type(module).__name__} ({', '.join(own)}): they "
                 "would be resharded after the first backward inside training_step. Move them into a child module."
+            )
+
+    def _refuse_between_backward_and_step(self, trainer: Any) -> None:
+        """With units that step inside the backward nobody sees all gradients before the step."""
+        module, package = self.lightning_module, trainer_package_of(trainer)
+        module_type = import_module(f"{package}.core.module").LightningModule
+        callback_type = import_module(f"{package}.callbacks").Callback
+        between = ("on_before_optimizer_step", "on_after_backward")
+        known = (f"{package}.", "memwall_strategy.")
+        watching = next(
+            (
+                type(each).__name__
+                for each in trainer.callbacks
+                if _overrides(each, callback_type, between, own_class=not _module_of(each).startswith(known))
+            ),
+            None,
+        )
+        met = {
+            "manual optimization": not module.automatic_optimization,
+            "several optimizers": len(self.optimizers) > 1,
+            "gradient_clip_val": bool(trainer.gradient_clip_val),
+            "configure_gradient_clipping": _overrides(module, module_type, ("configure_gradient_clipping",)),
+            "precision='16-mixed' (its scaler looks at all gradients first)": self.precision_plugin.scaler is not None,
+            f"a hook of {type(module).__name__} between backward and step": _overrides(module, module_type, between),
+            f"a hook of {watching} between backward and step": watching is not None,
+        }
+        if reason := next((reason for reason, holds in met.items() if holds), None):
+            raise ConfigError(
+                f"overlap.optimizer_in_backward=true and {reason} cannot go together: units step before all gradients "
+                "are there. Take one of them out."
             )
 
     # -- data --
@@ -239,6 +272,7 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
         known = (f"{package}.", "memwall_strategy.")
         return (
             not module.automatic_optimization
+            or self.config.overlap.optimizer_in_backward  # what lands in the last backward must be its own
             or _overrides(module, module_type, (*_SEE_GRADIENTS, "backward"))
             or any(
                 _overrides(each, callback_type, _SEE_GRADIENTS, own_class=not _module_of(each).startswith(known))

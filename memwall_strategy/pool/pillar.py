@@ -96,6 +96,9 @@ class PoolPillar(BasePillar):
         self.table = AddressTable(self.table.rank)
         self._optimizers = list(runtime.optimizers)
         parts = [probe(optimizer) for optimizer in self._optimizers]
+        early = _steps_in_backward(runtime)
+        if early and (why := next((p.reason for p in parts if not p.alone), None)):
+            raise ConfigError(f"overlap.optimizer_in_backward=true: {why}. Leave it out, or use AdamW, say.")
         names = _unit_of(runtime)
         units = [unit_states(o, p, names) for o, p in zip(self._optimizers, parts, strict=True)]
         pageable = [list(each) if p.alone else [] for each, p in zip(units, parts, strict=True)]
@@ -116,8 +119,8 @@ class PoolPillar(BasePillar):
                 page_in=lanes[0], page_out=lanes[1], name=f"optimizer {index}",
             )  # fmt: skip
             self.pagers.append(pager)
-            if pages:
-                pool_optimizer(optimizer, pager)
+            if pages or early:
+                pool_optimizer(optimizer, pager, in_backward=early)
         sizes = {block: size for each in units for unit in each for block, size in unit.sizes().items()}
         bytes_in = {t: sum(sizes[b] for b, home in placement.homes.items() if home is t) for t in Tier}
         runtime.events.emit(
@@ -205,7 +208,7 @@ class PoolPillar(BasePillar):
             self._pool.page_out.take_stats()
             for pager in self.pagers:
                 if pager.placement.slots:
-                    pager.prefetch(range(len(pager.units)))
+                    pager.optimizer.prefetch()
 
     def after_step(self, runtime: Runtime) -> None:
         entries = sum(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
@@ -283,20 +286,29 @@ def bytes_beside_state(runtime: Runtime) -> int:
     overlap, mesh = runtime.config.overlap, runtime.mesh
     lanes = overlap.enabled and overlap.lanes and runtime.device.type == "cpu"
     explicit = overlap.enabled and (lanes or overlap.prefetch > 1)
+    early = _steps_in_backward(runtime)
     made = plan(
         spec,
         ClusterSpec(world=mesh.size(), replicate=runtime.config.replicate),
         Budgets(),
         optimizer=OptimizerSpec("none"),
         precision=runtime.precision,
-        accumulate=2,  # gradients of an earlier micro-batch are there too
+        accumulate=min(runtime.micro_batches, 2),  # in a second one, gradients of an earlier one are there too
         accumulate_how=runtime.config.accumulate,
         prefetch=overlap.prefetch if explicit else 0,
         reduce_buffers=overlap.reduce_buffers if overlap.enabled else 1,
         lanes=lanes,
+        gradients_in_forward=not early,
         rank=0,
     )
-    return made.peak_bytes
+    if not early or runtime.micro_batches > 1:
+        return made.peak_bytes
+    # Units let go of their gradients as they step: one lands while those still on the reduce lane are on their way.
+    whole = made.resident.get(Kind.GRAD, 0)
+    alive = max(unit.sharded_numel for unit in runtime.units) * (overlap.reduce_buffers + 1) * 4
+    return max(
+        sum(kinds.values()) - max(0, kinds.get(Kind.GRAD, 0) - min(whole, alive)) for kinds in made.peaks.values()
+    )
 
 
 def needed_device_bytes(runtime: Runtime) -> int:
@@ -307,6 +319,10 @@ def needed_device_bytes(runtime: Runtime) -> int:
     widest = max((slot_bytes(list(unit.sizes().values())) for unit in units), default=0)
     small = sum(_SMALL_STATE_BYTES * len(unit.parameters) for unit in units)
     return bytes_beside_state(runtime) + slots * widest + small
+
+
+def _steps_in_backward(runtime: Runtime) -> bool:
+    return runtime.config.overlap.enabled and runtime.config.overlap.optimizer_in_backward
 
 
 def _unit_of(runtime: Runtime) -> Callable[[torch.Tensor], tuple[str, str]]:

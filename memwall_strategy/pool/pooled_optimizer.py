@@ -16,6 +16,7 @@ do: state that rests on disk shows as tensors without elements in ``optimizer.st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from memwall_strategy.core.block import Block
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.fsdp import local_tensor
 from memwall_strategy.engine.optimizer_parts import Parts, bare_step, follow_class, kind_of, only
+from memwall_strategy.pool.early_steps import EarlySteps
 from memwall_strategy.pool.state_pager import StateField, StatePager, UnitState
 
 
@@ -34,32 +36,44 @@ class PooledOptimizer(Optimizer):
 
     Attributes:
         pager: where its state is; ``pager.placement.homes`` says by block.
+        early_steps: where units step inside the backward; None where all step after it.
         memwall_plain_class: the class that it had before.
     """
 
     pager: StatePager
+    early_steps: EarlySteps | None
     memwall_plain_class: type[Optimizer]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure once, then step unit by unit; parameters without a gradient are left out, as ever."""
-        loss = None
+        """Run the closure once, then step unit by unit; parameters without a gradient are left out, as ever.
+
+        With ``early_steps``, units step inside the closure's backward, and the others after it.
+        """
+        loss, early, units = None, self.early_steps, self.pager.units
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad(), early.armed() if early is not None else nullcontext():
                 loss = closure()
-        if sum(len(group["params"]) for group in self.param_groups) != sum(len(u.parameters) for u in self.pager.units):
+        if sum(len(group["params"]) for group in self.param_groups) != sum(len(u.parameters) for u in units):
             raise ConfigError(
                 f"{self.memwall_plain_class.__name__} was given parameters after it was pooled. Add param groups "
                 "before training starts, or set pool.enabled=false."
             )
-        step, active = bare_step(self, self.memwall_plain_class), active_units(self.pager.units)
+        active = active_units(units)
         for position, index in enumerate(active):
-            self.pager.enter(index, active[position + 1 :])
-            with only(self, self.pager.units[index].parameters):
-                step()
-            self.pager.leave(index)
+            self._step_unit(index, active[position + 1 :])
         self.pager.rest()  # whoever edits the state before the next step edits it where it rests
         return loss
+
+    def _step_unit(self, index: int, upcoming: Sequence[int]) -> None:
+        self.pager.enter(index, upcoming)
+        with only(self, self.pager.units[index].parameters):
+            bare_step(self, self.memwall_plain_class)()
+        self.pager.leave(index)
+
+    def prefetch(self) -> None:
+        """Start to bring in the state of the units that step first."""
+        self.pager.prefetch(self.early_steps.order if self.early_steps else range(len(self.pager.units)))
 
     def state_dict(self) -> dict[str, Any]:
         """As ever; what is paged is copied into ordinary memory on the CPU, so that later steps do not change it."""
@@ -114,14 +128,21 @@ class PooledOptimizer(Optimizer):
     def unpool(self) -> Optimizer:
         """Back to the class it had, its state ordinary tensors on the parameters' device; returns itself."""
         self.pager.close(keep=True)
+        if self.early_steps is not None:
+            self.early_steps.close()
+        del self.early_steps
         self.__class__ = self.memwall_plain_class
         follow_class(self)
         del self.pager
         return self
 
 
-def pool_optimizer(optimizer: Optimizer, pager: StatePager) -> PooledOptimizer:
-    """Let ``optimizer`` page its state through ``pager``, in place; state that it has goes to where it rests."""
+def pool_optimizer(optimizer: Optimizer, pager: StatePager, *, in_backward: bool = False) -> PooledOptimizer:
+    """Let ``optimizer`` page its state through ``pager``, in place; state that it has goes to where it rests.
+
+    Args:
+        in_backward: units step inside the backward of ``step``'s closure; see ``early_steps``.
+    """
     plain = type(optimizer)
     optimizer.__class__ = _pooled_class(plain)
     try:
@@ -130,6 +151,7 @@ def pool_optimizer(optimizer: Optimizer, pager: StatePager) -> PooledOptimizer:
         optimizer.__class__ = plain
         raise
     optimizer.pager = pager
+    optimizer.early_steps = EarlySteps(pager.units, optimizer._step_unit) if in_backward else None
     pager.adopt()
     return optimizer
 

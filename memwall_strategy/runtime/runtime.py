@@ -62,6 +62,7 @@ class Runtime:
         optimizers: after ``add_optimizers``.
         model_spec: the model as the planner sees it; None where its owner sharded it.
         units: what was sharded.
+        micro_batches: most micro-batches of a step, as far as the front end knows; 2 stands for many.
         pool: the pool's pillar, with its address table ``pool.table``; None with ``pool.enabled=false``.
         lanes: name -> Lane; empty where communication is the engine's own.
         memory: the account of live bytes; None with ``pool.enabled=false``.
@@ -100,6 +101,7 @@ class Runtime:
         self.kind_peaks: dict[Phase, dict[Kind, int]] = {}
         self.steps = 0
         self.recomputes_itself = False
+        self.micro_batches = 2
         self._fsdp_lanes: FsdpLanes | None = None
         self._roots: list[nn.Module] = []
         self._meter = StepMeter(self.device, compute_dtype(self.precision), world=mesh.size())

@@ -26,6 +26,16 @@ def read_options(config: MemwallConfig | None, options: dict[str, Any], owner: s
     return config
 
 
+
+def refuse_trainer_only(config: MemwallConfig, front_end: str) -> None:
+    """Raise ``ConfigError`` for options that need a trainer that owns the whole step."""
+    if config.overlap.enabled and config.overlap.optimizer_in_backward:
+        raise ConfigError(
+            f"overlap.optimizer_in_backward=true needs Lightning's Trainer, which runs forward, backward and step in "
+            f"one call; {front_end} leaves them to your loop. Leave it out here."
+        )
+
+
 def check_world(config: MemwallConfig, world: int, device: torch.device, tensor_parallel: int = 1) -> None:
     """Refuse options that the number of ranks rules out.
 

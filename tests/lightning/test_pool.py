@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
-from memwall_strategy import MemwallStrategy, PoolConfig
+from memwall_strategy import MemwallStrategy, OverlapConfig, PoolConfig
 from memwall_strategy.core.block import Tier
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.pool.pooled_optimizer import PooledOptimizer
@@ -121,3 +122,67 @@ def test_a_budget_that_cannot_be_met_is_named(here: Here) -> None:
         trainer = make_trainer(1, strategy=MemwallStrategy(pool=pool), max_epochs=1)
         with pytest.raises(ConfigError, match=text):
             trainer.fit(module, make_loader("gpt", 8, 2, rank=0, world=1))
+
+
+@on_ranks(2, "lanes", "engine")
+def test_steps_inside_the_backward_are_the_ordinary_ones(here: Here) -> None:
+    """The same losses to the last bit, paged or not, with fewer gradients alive; one step a batch, counted."""
+    losses, peaks, grads = {}, {}, {}
+    for early in (False, True):
+        for where in ("device", "host"):
+            torch.manual_seed(1)
+            module = module_class("lightning")(Gpt(6), "adamw")
+            overlap = OverlapConfig(optimizer_in_backward=early, lanes=here.case == "lanes")
+            pool = PoolConfig(device_budget=BUDGET[2]) if where == "host" else PoolConfig()
+            strategy = MemwallStrategy(pool=pool, overlap=overlap, timeout_s=60.0)
+            trainer = make_trainer(2, strategy=strategy, max_epochs=2)
+            trainer.fit(module, make_loader("gpt", 32, 2, rank=here.rank, world=2))
+            losses[early, where] = module.losses
+            runtime = trainer.strategy.runtime
+            peaks[early, where] = runtime.metrics()["memwall/pool/device_peak_bytes"]
+            grads[early] = max(kinds["grad"] for kinds in runtime.kind_peaks.values())
+            assert runtime.steps == trainer.global_step == 16
+            counts = {float(state["step"]) for state in trainer.optimizers[0].state.values()}
+            assert counts == {16.0}
+            assert all(p.grad is None for p in module.parameters()) == early
+    assert len(set(map(tuple, losses.values()))) == 1
+    assert peaks[True, "device"] < peaks[False, "device"] and grads[True] < grads[False], (peaks, grads)
+
+
+@on_ranks(2)
+def test_early_steps_with_accumulation_are_one_step_each(here: Here) -> None:
+    """Case 15: k micro-batches and one step."""
+    losses = []
+    for early in (False, True):
+        torch.manual_seed(1)
+        module = module_class("lightning")(Gpt(6), "adamw")
+        strategy = MemwallStrategy(overlap=OverlapConfig(optimizer_in_backward=early), timeout_s=60.0)
+        trainer = make_trainer(2, strategy=strategy, max_epochs=2, accumulate_grad_batches=4)
+        trainer.fit(module, make_loader("gpt", 32, 2, rank=here.rank, world=2))
+        losses.append(module.losses)
+        assert {float(state["step"]) for state in trainer.optimizers[0].state.values()} == {4.0}
+    assert losses[0] == losses[1]
+
+
+@on_ranks(1, "clip", "hook", "callback", "manual", "scaler")
+def test_what_looks_at_all_gradients_is_refused_beside_early_steps(here: Here) -> None:
+    """Case 16: by name, with what to change."""
+
+    class Hooked(module_class("lightning")):
+        def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    class Looks(Callback):
+        def on_before_optimizer_step(self, *_: Any) -> None: ...
+
+    kind = Hooked if here.case == "hook" else module_class("lightning")
+    module = kind(Gpt(2), "adamw")
+    module.automatic_optimization = here.case != "manual"
+    options = {
+        "clip": {"gradient_clip_val": 0.5}, "callback": {"callbacks": [Looks()]}, "scaler": {"precision": "16-mixed"},
+    }.get(here.case, {})  # fmt: skip
+    strategy = MemwallStrategy(overlap=OverlapConfig(optimizer_in_backward=True))
+    text = {"clip": "gradient_clip_val", "hook": "hook of Hooked", "callback": "hook of Looks",
+            "manual": "manual optimization", "scaler": "16-mixed"}[here.case]  # fmt: skip
+    with pytest.raises(ConfigError, match=rf"optimizer_in_backward=true and .*{text}.* cannot go together"):
+        trainer = make_trainer(1, strategy=strategy, max_epochs=1, **options)
+        trainer.fit(module, make_loader("gpt", 8, 2, rank=0, world=1))
