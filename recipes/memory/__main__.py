@@ -3,9 +3,10 @@
     python -m recipes.memory                       # all figures, a few minutes on 2 cores
     python -m recipes.memory paging --repeats 5    # one of: paging, overhead, ranks
 
-- ``paging``: all AdamW state on the host, and on disk, beside all on the device; one process, 3.3 million parameters.
-  Variants alternate inside one process. Hidden: the share of the lanes' time that the training thread did not wait for.
-  Jitter: (p95 - p50) / p50 of the page-ins, and of raw copies of the same sizes made between the steps.
+- ``paging``: AdamW state on the host, on disk, and on the host with units that step inside the backward, beside all of
+  it on the device; one process, 6.4 million parameters, the device budget that lets all state leave. Variants alternate
+  inside one process. Hidden: the share of the lanes' time that the training thread did not wait for. Jitter:
+  (p95 - p50) / p50 of the page-ins, and of raw copies of the same sizes made between the steps.
 - ``overhead``: the pool on, with everything on the device, beside the pool off.
 - ``ranks``: device bytes of one of 8 ranks, weights sharded and state on the host, beside 16 bytes a parameter, what
   one process holds that trains in fp32 with AdamW.
@@ -50,27 +51,27 @@ def jitter(times: list[float]) -> float:
 
 def paging(repeats: int, folder: Path) -> list[Row]:
     """All state on the host, and on disk, against all on the device."""
-    turns = [("device", "host", "disk"), ("disk", "device", "host"), ("host", "disk", "device")]
-    order = ["device", *(variant for i in range(repeats) for variant in turns[i % 3])]
+    kinds = ["device", "host", "host, in backward", "disk"]
+    order = ["device", *(kinds[(i + j) % len(kinds)] for i in range(repeats) for j in range(len(kinds)))]
     runs = run(task_of(order, folder), 1)[1:]  # the first one says how little the device needs, and warms up
-    by = {name: [r for r in runs if r["variant"] == name] for name in ("device", "host", "disk")}
+    by = {name: [r for r in runs if r["variant"] == name] for name in kinds}
     equal = len({tuple(r["losses"]) for r in runs}) == 1
     base = statistics.median(median_step(r) for r in by["device"])
     parameters = by["device"][0]["parameters"]
     how = f"{parameters:,} parameters, 1024 tokens a step, 1 process, device step {base * 1e3:.0f} ms"
     rows = [("losses of all placements", "equal", "equal" if equal else "different", f"{len(runs)} runs")]
-    for place, limit in (("host", "at most 1.15"), ("disk", "at most 1.6")):
+    for place, limit in (("host", "at most 1.15"), ("host, in backward", "at most 1.15"), ("disk", "at most 1.6")):
         pairs = list(zip(map(median_step, by[place]), map(median_step, by["device"]), strict=True))
         ratio = compare([(device, other) for other, device in pairs])
-        rows.append((f"all state on {place} / on device: step time", limit, ratio, how))
+        rows.append((f"state on {place} / on device: step time", limit, ratio, how))
         busy = statistics.median(r["page_in_s"] + r["page_out_s"] for r in by[place])
         exposed = statistics.median(r["exposed_s"] for r in by[place])
-        held = by[place][0][f"{place}_bytes"]
+        held = by[place][0]["disk_bytes" if place == "disk" else "host_bytes"]
         moved = f"{held / 2**20:.0f} MiB each way a step; lanes busy {busy * 1e3:.1f} ms, waited {exposed * 1e3:.1f} ms"
         rows.append((f"state on {place}: paging hidden", "-", f"{max(0.0, 1 - exposed / busy):.2f}", moved))
         pages, raw = ([t for r in by[place] for t in r[key]] for key in ("page_s", "raw_s"))
         rows.append(
-            (f"state on {place}: jitter of page-ins, of raw copies", "excess 0.05" if place == "host" else "-",
+            (f"state on {place}: jitter of page-ins, of raw copies", "excess 0.05" if place != "disk" else "-",
              f"{jitter(pages):.2f}, {jitter(raw):.2f}", f"{len(pages)} page-ins")
         )  # fmt: skip
     disk = by["disk"][0]

@@ -71,7 +71,7 @@ def pool_of(variant: str, task: dict[str, Any], budget_bytes: int | None) -> Poo
             return PoolConfig(enabled=False)
         case "device":
             return PoolConfig()
-        case "host":
+        case "host" | "host, in backward":
             return PoolConfig(device_budget=budget_bytes, host_budget="2GiB")
         case "disk":
             return PoolConfig(device_budget=budget_bytes, host_budget=0, disk_budget="2GiB", disk_path=task["folder"])
@@ -85,8 +85,10 @@ def train(variant: str, task: dict[str, Any], budget_bytes: int | None) -> dict[
     module = GPTModule(options, partial(torch.optim.AdamW, lr=1e-3, fused=True), constant)
     world, total = int(os.environ["WORLD_SIZE"]), task["steps"] + task["warmup"]
     tokens = RandomTokens(total * task["batch"] * world, options.context + 1, options.vocab)
-    watch = Watch(probe=variant in ("host", "disk"))
-    overlap = OverlapConfig(enabled=variant != "off" and world > 1)
+    watch = Watch(probe=variant not in ("off", "device"))
+    overlap = OverlapConfig(
+        enabled=variant != "off", lanes=world > 1, optimizer_in_backward=variant.endswith("in backward")
+    )
     trainer = L.Trainer(
         strategy=MemwallStrategy(pool=pool_of(variant, task, budget_bytes), overlap=overlap),
         accelerator="cpu", devices=world, max_steps=total, max_epochs=1, logger=False, enable_checkpointing=False,
