@@ -116,7 +116,7 @@ class PoolConfig:
 
     disk_budget: Size = 0
     """Most bytes on disk for what fits neither on device nor host; needs ``disk_path``. The file has no name and is
-    gone with the process."""
+    gone with the process. Five staging buffers of 1 MiB on the host come with it, beside ``host_budget``."""
 
     disk_path: str | None = None
     """A folder on a local disk."""

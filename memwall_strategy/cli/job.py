@@ -195,7 +195,8 @@ def _summarize(
     tokens: TokenFiles | None,
     console: Console,
 ) -> dict[str, float]:
-    figures = run_figures(read_csv(part.folder.metrics)[1])
+    rows = read_csv(part.folder.metrics)[1] if part.folder.metrics.exists() else []  # nothing was left to train
+    figures = run_figures(rows)
     if telemetry is not None:
         figures["train/wall_s"] = telemetry.train_s
     measured = telemetry.peak_bytes if telemetry is not None else {}

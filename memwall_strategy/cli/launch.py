@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memwall_strategy.cli.settings import Settings
-from memwall_strategy.core.errors import CheckpointError, ConfigError
+from memwall_strategy.core.errors import CheckpointError, ConfigError, PeerLost
 
 # Stdlib only, as everything here must be; asked through the runtime it would import torch.
 from memwall_strategy.engine.checkpoint.folder import find_last, resolve, verify
+from memwall_strategy.engine.processes import die_with_parent, parent_is_gone
 from memwall_strategy.telemetry.run_folder import CHECKPOINTS, RunFolder, create_run_folder
 
 _CHOSEN = "MEMWALL_TRAIN_CHOSEN"
@@ -55,6 +56,9 @@ def launch(settings: Settings) -> Launch:
     started_by_us = _CHOSEN in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
     if started_by_us:
         chosen = json.loads(os.environ[_CHOSEN])
+        die_with_parent(True)  # now: a first rank that dies while this one imports would leave it waiting for long
+        if parent_is_gone(chosen["pid"]):
+            raise PeerLost("the first rank, which started this one, has ended.", (0,))
         checkpoint = chosen["checkpoint"]
         return Launch(False, RunFolder(Path(chosen["folder"])), Path(checkpoint) if checkpoint else None)
     paths, first = settings.paths, rank() == 0
@@ -73,7 +77,11 @@ def launch(settings: Settings) -> Launch:
     if not externally:
         share_machine(settings)
         os.environ[_CHOSEN] = json.dumps(
-            {"folder": str(folder.path), "checkpoint": str(checkpoint) if checkpoint else None}
+            {
+                "folder": str(folder.path),
+                "checkpoint": str(checkpoint) if checkpoint else None,
+                "pid": os.getpid(),
+            }
         )
     return Launch(first, folder, checkpoint)
 
@@ -106,11 +114,22 @@ def find_checkpoint(settings: Settings) -> Path | None:
                 f"ckpt_path=last: there is no whole checkpoint in {where}/{CHECKPOINTS}. "
                 "Leave ckpt_path out to start afresh, or name one: ckpt_path=path/to/checkpoint."
             )
-        return max(found, key=lambda path: verify(path).created_s).resolve()
+        return _unfinished(max(found, key=lambda path: verify(path).created_s).resolve(), settings)
     try:
-        return resolve(Path(wanted).expanduser()).resolve()
+        return _unfinished(resolve(Path(wanted).expanduser()).resolve(), settings)
     except CheckpointError as error:
         raise ConfigError(f"ckpt_path={wanted}: {error}") from error
+
+
+def _unfinished(checkpoint: Path, settings: Settings) -> Path:
+    """The checkpoint, if it leaves something to train; one whose steps are not known (one full file) passes."""
+    marker, most = verify(checkpoint).marker, settings.trainer.max_steps
+    if marker is not None and 0 <= most <= marker.step:
+        raise ConfigError(
+            f"ckpt_path={settings.run.ckpt_path}: {checkpoint} is at step {marker.step} already and "
+            f"trainer.max_steps={most}. Raise trainer.max_steps to train further."
+        )
+    return checkpoint
 
 
 def refuse_notebook() -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from memwall_strategy.core.errors import ConfigError
-from memwall_strategy.engine.processes import die_with_parent, is_interactive, is_launched_child
+from memwall_strategy.core.errors import ConfigError, PeerLost
+from memwall_strategy.engine.processes import die_with_parent, is_interactive, is_launched_child, parent_is_gone
 
 TRAINER_PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 FABRIC_PACKAGES = {"lightning.fabric": "lightning.fabric", "lightning_fabric": "lightning_fabric"}
@@ -181,6 +181,8 @@ class ModelParallelSeams:
         self.check_world(world)
         if is_launched_child():
             die_with_parent(True)
+            if parent_is_gone():
+                raise PeerLost("rank 0, whose process started this one, ended before it was set up.", (0,))
         if not is_interactive():
             super()._configure_launcher()
         elif world > 1 and not self.cluster_environment.creates_processes_externally:

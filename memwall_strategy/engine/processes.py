@@ -31,6 +31,22 @@ def die_with_parent(armed: bool) -> bool:
     return libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM) if armed else 0, 0, 0, 0) == 0
 
 
+def parent_is_gone(parent: int | None = None) -> bool:
+    """Whether the process that started this one had died before ``die_with_parent`` could be armed.
+
+    Args:
+        parent: its process id. Not known: an orphan is one whom the machine's first process took over, unless that
+            runs the same Python, as the first rank in a container may.
+    """
+    found = os.getppid()
+    if parent is not None:
+        return found != parent
+    try:
+        return found == 1 and os.path.realpath("/proc/1/exe") != os.path.realpath(sys.executable)
+    except OSError:
+        return found == 1  # its executable is not ours to see: it runs as somebody else
+
+
 def is_launched_child() -> bool:
     """Whether another rank's process started this one (Lightning's launcher gives such a process its LOCAL_RANK)."""
     return int(os.environ.get("LOCAL_RANK", "0")) > 0

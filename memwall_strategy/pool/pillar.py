@@ -167,6 +167,8 @@ class PoolPillar(BasePillar):
         return unused if budget is None else parse_size(budget, option="pool.host_budget", available_bytes=unused)
 
     def _disk_bytes(self) -> int:
+        if self.config.disk_path is not None and not Path(self.config.disk_path).is_dir():
+            raise ConfigError(f"pool.disk_path={self.config.disk_path} is no folder here. Make it, or name another.")
         return parse_size(self.config.disk_budget, option="pool.disk_budget", available_bytes=2**62)
 
     def _open(

@@ -84,8 +84,9 @@ def place_state(units: Sequence[Mapping[Block, int]], room: Room, *, slots: int)
         raise ConfigError(
             f"device tier: {slots} slots for the optimizer state of a unit hold "
             f"{format_size(placement.staging_bytes)}, but {format_size(max(0, device_bytes))} are left beside weights, "
-            f"gradients and buffers; {format_size(short)} ({short} bytes) are missing. Raise pool.device_budget, lower "
-            "pool.optimizer_units (2 at least), or make units smaller with unit_classes=(...)."
+            f"gradients and buffers; {format_size(short)} ({short} bytes) are missing. Raise pool.device_budget, "
+            + ("lower pool.optimizer_units, " if slots > 2 else "")
+            + "or make units smaller with unit_classes=(...)."
         )
     left = {Tier.HOST: room.host_bytes, Tier.DISK: room.disk_bytes}
     tier = Tier.HOST

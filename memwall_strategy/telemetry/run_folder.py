@@ -6,9 +6,11 @@ Rank 0 writes it; other ranks append their alerts to ``events.jsonl`` and their 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,17 @@ _MOST_RUNS_A_SECOND = 100
 
 
 class RunFolder:
-    """A run's files."""
+    """A run's files.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the folder.
+        lock: an open descriptor that locks it.
+    """
+
+    def __init__(self, path: Path, *, lock: int | None = None) -> None:
         self.path = path.resolve()
+        if lock is not None:
+            weakref.finalize(self, os.close, lock)  # held as long as somebody writes here
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RunFolder) and other.path == self.path
@@ -98,6 +107,24 @@ class RunFolder:
         os.replace(beside, self.path / name)
 
 
+def _lock(option: str, path: Path) -> int | None:
+    """Lock a folder that the user named against a second run; None where its file system has no locks.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"{option} is in use by a run that has not ended. Name another folder.") from None
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
 def create_run_folder(root: str, name: str, run_folder: str | None, *, resume: bool) -> RunFolder:
     """Make the run's folder, and make sure that it can be written.
 
@@ -115,6 +142,7 @@ def create_run_folder(root: str, name: str, run_folder: str | None, *, resume: b
         if (path / METRICS_CSV).exists() and not resume:
             raise ConfigError(f"{option} already holds a run. Go on with it by ckpt_path=last, or name another folder.")
         made = _make(option, path, exist_ok=True)
+        return RunFolder(made, lock=_lock(option, made))
     else:
         option, parent = f"paths.root={root}", Path(root).expanduser() / name
         stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
