@@ -11,7 +11,7 @@ backward asks for runs the whole segment again, unit by unit; weights of units t
 for their forward and let go after it.
 
 Private faces: ``_top_saved_tensors_default_hooks`` (the innermost hooks, to count what a recomputation saves without
-hiding it from torch's checkpoint), ``storage`` of the first selective context (what it keeps), ``torch.utils._pytree``.
+hiding it from torch's checkpoint), ``storage`` of the first selective context (what it keeps), ``_disable_current_modes``, ``torch.utils._pytree``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -149,8 +150,9 @@ class _Changes:
         """While the body runs, layers with running statistics hold copies of them."""
         owners = [m for m in self._unit.module.modules() if keeps_statistics(m)]
         before = [dict(owner._buffers) for owner in owners]
-        for owner in owners:
-            owner._buffers.update({k: b if b is None else b.clone() for k, b in owner._buffers.items()})
+        with _disable_current_modes():  # selective checkpointing would take these copies for the unit's own
+            for owner in owners:
+                owner._buffers.update({k: b if b is None else b.clone() for k, b in owner._buffers.items()})
         try:
             yield
         finally:
