@@ -11,7 +11,8 @@ backward asks for runs the whole segment again, unit by unit; weights of units t
 for their forward and let go after it.
 
 Private faces: ``_top_saved_tensors_default_hooks`` (the innermost hooks, to count what a recomputation saves without
-hiding it from torch's checkpoint), ``storage`` of the first selective context (what it keeps), ``_disable_current_modes``, ``torch.utils._pytree``.
+hiding it from torch's checkpoint), ``storage`` of the first selective context (what it keeps),
+``_disable_current_modes``, ``torch.utils._pytree``. ``tests/pool/test_activations.py`` fails when one of them changes.
 """
 
 from __future__ import annotations

@@ -242,10 +242,11 @@ class Activations:
             self._told_full = True
             self._events.emit(EventKind.ACTIVATIONS_KEPT, unit=unit, message=str(error))
 
-    def metrics(self) -> dict[str, float]:
-        """Figures of the step that ends."""
+    def take_figures(self) -> dict[str, float]:
+        """Metrics of the step that ends; what nobody waits for any more is given back."""
         figures: dict[str, float] = {}
         if self._pager is not None:
+            self._pager.drop_dead()
             figures["memwall/pool/offloaded_bytes"] = float(self._pager.take_sent_bytes())
         if self._recomputed_units or {Mode.RECOMPUTE, Mode.SELECTIVE} & set(self._present.modes.values()):
             figures["memwall/pool/recomputed_units"] = float(self._recomputed_units)

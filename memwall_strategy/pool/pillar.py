@@ -256,12 +256,12 @@ class PoolPillar(BasePillar):
         self._figures = self._measure()
 
     def _measure(self) -> dict[str, float]:
-        figures = {
+        figures = self.activations.take_figures()
+        figures |= {
             f"memwall/pool/{tier}_bytes": float(self.table.used_bytes(tier))
             for tier in (Tier.HOST, Tier.DISK)
             if (tier, self.table.rank) in self.table.tiers()
         }
-        figures |= self.activations.metrics()
         if self._pool is None:
             return figures
         page_in, page_out = self._pool.page_in.take_stats(), self._pool.page_out.take_stats()
