@@ -340,4 +340,9 @@ def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         )
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or a view of it, was changed in place (private: autograd's version counter)."""
+    return tensor._version
+
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

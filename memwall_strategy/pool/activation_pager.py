@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memwall_strategy.core.block import Block, Kind, Tier
 from memwall_strategy.core.errors import MemwallError, PoolFull
 from memwall_strategy.core.lane import Transfer
-from memwall_strategy.engine.storages import storages
+from memwall_strategy.engine.storages import storages, version_of
 from memwall_strategy.engine.unit_forward import UnitForward
 from memwall_strategy.pool.pool import Pool
 
@@ -53,7 +53,7 @@ class _Moved:
         storage = tensor.untyped_storage()
         self.alias: torch.Tensor | None = tensor.detach()  # detached: its own graph would be a cycle
         self.storage = weakref.ref(storage)
-        self.version, self.nbytes, self.device = tensor._version, storage.nbytes(), tensor.device
+        self.version, self.nbytes, self.device = version_of(tensor), storage.nbytes(), tensor.device
         self.call, self.dead = call, dead
         self.block: Block | None = None
         self.leaving: Transfer | None = None
@@ -64,7 +64,7 @@ class _Moved:
 
     def left(self) -> None:
         """On the lane: the bytes are on the host."""
-        self.changed = self.alias._version != self.version
+        self.changed = version_of(self.alias) != self.version
         self.alias = None
 
     def __del__(self) -> None:
@@ -198,7 +198,7 @@ class ActivationPager:
     def _moved(self, tensor: torch.Tensor, storage: torch.UntypedStorage, call: _Call, new: list[_Moved]) -> _Moved:
         found = self._by_storage.get(storage)
         moved = found() if found is not None else None
-        if moved is None or moved.version != tensor._version:
+        if moved is None or moved.version != version_of(tensor):
             moved = _Moved(tensor, call, self._dead)
             self._by_storage[storage] = weakref.ref(moved)
             self._alive.add(moved)
@@ -258,7 +258,7 @@ class ActivationPager:
         alias = moved.alias
         if alias is None and moved.resident is None:
             self._bring([moved])
-        if moved.changed or (alias is not None and alias._version != moved.version):
+        if moved.changed or (alias is not None and version_of(alias) != moved.version):
             raise MemwallError(
                 f"a tensor that the backward of unit {moved.call.unit!r} needs was changed in place after it was "
                 "saved. Change a copy of it instead."
