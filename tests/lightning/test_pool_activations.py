@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from memwall_strategy import MemwallStrategy, OverlapConfig, PoolConfig
 from memwall_strategy.core.block import Kind, Phase, Tier
@@ -120,3 +121,34 @@ def test_with_low_precision_and_paged_state(here: Here) -> None:
 def test_a_full_host_ends_on_every_rank(here: Here) -> None:
     with pytest.raises(PoolFull, match=r"do not fit on the host.*Raise pool\.host_budget"):
         fit(here, activations="offload", host_budget="8KiB")
+
+
+@on_ranks(2)
+def test_units_of_a_model_that_came_sharded(here: Here) -> None:
+    losses = []
+    for choose in (None, changing, lambda pillar, _: pillar.set_activations(together=sqrt_plan(names(pillar)))):
+        module = OwnSharding(net_with_dropout(), "adamw")
+        strategy = MemwallStrategy(pool=PoolConfig(host_budget="16MiB"), timeout_s=60.0)
+        trainer = make_trainer(2, strategy=strategy)
+
+        def before(*_: Any, choose: Any = choose, strategy: Any = strategy, trainer: Any = trainer) -> None:
+            assert len(names(strategy.runtime.pool)) == 6
+            if choose is not None:
+                choose(strategy.runtime.pool, trainer.global_step)
+
+        module.on_train_batch_start = before
+        torch.manual_seed(10 + here.rank)
+        trainer.fit(module, make_loader("gpt", 2 * 2 * 4, 2, rank=here.rank, world=2))
+        losses.append(module.losses)
+    assert losses[0] == losses[1] == losses[2]
+
+
+class OwnSharding(module_class("lightning")):
+    """Shards its blocks and the net itself."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.net, FSDPModule):
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.net.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
