@@ -49,7 +49,7 @@ class _Moved:
         "resident", "storage", "unpacks", "version",
     )  # fmt: skip
 
-    def __init__(self, tensor: torch.Tensor, call: _Call, dead: deque[tuple[Block, Transfer]]) -> None:
+    def __init__(self, tensor: torch.Tensor, call: _Call, dead: deque[tuple[Block, Transfer | None]]) -> None:
         storage = tensor.untyped_storage()
         self.alias: torch.Tensor | None = tensor.detach()  # detached: its own graph would be a cycle
         self.storage = weakref.ref(storage)
@@ -68,7 +68,7 @@ class _Moved:
         self.alias = None
 
     def __del__(self) -> None:
-        if self.block is not None and self.leaving is not None:
+        if self.block is not None:
             self.dead.append((self.block, self.leaving))
 
 
@@ -118,7 +118,7 @@ class ActivationPager:
         small_bytes: int = SMALL_BYTES,
     ) -> None:
         self._pool, self._note, self._full, self._small_bytes = pool, note, full, small_bytes
-        self._dead: deque[tuple[Block, Transfer]] = deque()
+        self._dead: deque[tuple[Block, Transfer | None]] = deque()
         self._by_storage: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._alive: weakref.WeakSet[_Moved] = weakref.WeakSet()
         self._leaving: deque[Transfer] = deque()
@@ -175,14 +175,22 @@ class ActivationPager:
         """
         for _ in range(len(self._dead)):
             block, leaving = self._dead.popleft()
-            if not wait and not leaving.done():
+            if not wait and leaving is not None and not leaving.done():
                 self._dead.append((block, leaving))
             elif block in self._pool.table:
                 self._pool.drop(block)
 
     def forget(self) -> None:
-        """After the lanes were reset: transfers that never ran are not waited for."""
+        """After the lanes were reset: no transfer is waited for any more.
+
+        Nor held: a failed one holds its error, whose traceback holds the forward's tensors, whose graph holds what is
+        here, in a circle through autograd that the garbage collector does not see.
+        """
         self._leaving.clear()
+        for moved in list(self._alive):
+            moved.leaving = moved.coming = moved.resident = None  # what was coming may not be whole
+        for _ in range(len(self._dead)):
+            self._dead.append((self._dead.popleft()[0], None))
         self.drop_dead()
 
     def close(self) -> None:
