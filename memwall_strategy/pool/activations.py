@@ -3,7 +3,8 @@
 - ``keep``: as torch does it.
 - ``offload``: they rest on the host (``activation_pager``).
 - ``recompute``: only the unit's arguments are kept; its forward runs again in backward.
-- ``selective``: as ``recompute``, but results of matrix products and attention are kept.
+- ``selective``: as ``recompute``, but results of matrix products and attention are kept. torch lets such a graph be
+  differentiated once only, ``retain_graph`` or not.
 
 Units may also recompute together: only the arguments of the first one of them are kept. ``sqrt_plan`` cuts n units
 into about sqrt(n) segments of sqrt(n), so that what is alive at a time grows with sqrt(n) and not with n (Chen et al.

@@ -28,7 +28,9 @@ def net_with_dropout() -> Gpt:
     return net
 
 
-def fit(here: Here, choose: Any = None, *, precision: str = "32-true", prefetch: int = 1, **pool: Any) -> Any:
+def fit(
+    here: Here, choose: Any = None, *, precision: str = "32-true", prefetch: int = 1, inside: bool = False, **pool: Any
+) -> Any:
     """Train 8 steps of two micro-batches, with validation half way; ``choose(pillar, step)`` before each step.
 
     Returns:
@@ -36,9 +38,14 @@ def fit(here: Here, choose: Any = None, *, precision: str = "32-true", prefetch:
     """
     module = module_class("lightning")(net_with_dropout(), "adamw")
     options = {"host_budget": "16MiB", "deep_accounting": True} | pool
-    strategy = MemwallStrategy(pool=PoolConfig(**options), overlap=OverlapConfig(prefetch=prefetch), timeout_s=60.0)
+    strategy = MemwallStrategy(
+        pool=PoolConfig(**options),
+        overlap=OverlapConfig(prefetch=prefetch, optimizer_in_backward=inside),
+        timeout_s=60.0,
+    )
     trainer = make_trainer(
-        2, strategy=strategy, precision=precision, accumulate_grad_batches=2, gradient_clip_val=0.4, max_epochs=1,
+        2, strategy=strategy, precision=precision, accumulate_grad_batches=2, max_epochs=1,
+        gradient_clip_val=None if inside else 0.4,
         val_check_interval=8,
     )  # fmt: skip
     steps = []
@@ -101,7 +108,8 @@ def test_every_mode_is_bit_equal(here: Here) -> None:
 
 @on_ranks(2)
 def test_with_low_precision_and_paged_state(here: Here) -> None:
-    """The optimizer's state on the host too: both share the lanes and the host tier."""
+    """Steps inside the backward; and the optimizer's state on the host too: both share the lanes and the host tier."""
+    assert fit(here, changing, inside=True)[0] == fit(here, inside=True)[0]  # steps inside the backward
     wanted = fit(here, precision="bf16-mixed")
     assert fit(here, changing, precision="bf16-mixed")[0] == wanted[0]
     wanted = fit(here)
