@@ -23,6 +23,9 @@ _FACTOR = {"": 1, "b": 1} | {
 _ENDLESS_BYTES = 2**62
 """More than any device has; exact as a float."""
 
+ACTIVATIONS = ("auto", "keep", "offload", "recompute", "selective")
+"""Values of ``PoolConfig.activations``; of a unit all but the first."""
+
 Size = str | int | float
 """``"512MiB"``, ``"8GB"``, an int of bytes, or a float in (0, 1]: that fraction of what is there."""
 
@@ -125,6 +128,11 @@ class PoolConfig:
     """Units whose optimizer state may be on the device at a time while it is paged: one steps, the others come and go.
     More hide slower transfers and take more of ``device_budget``."""
 
+    activations: str = "auto"
+    """What every unit does with its activations between forward and backward: ``keep``; ``offload`` to the host tier
+    (needs ``host_budget``); ``recompute``; ``selective``: recompute all but matrix products and attention; ``auto``:
+    keep, unless memory is short (in this version: always keep). ``runtime.pool.set_activations`` mixes them."""
+
     deep_accounting: bool = False
     """Also count the activations that autograd saves (saved-tensor hooks; for planning, costs a few percent)."""
 
@@ -143,6 +151,16 @@ class PoolConfig:
                 "local disk."
             )
         _check_int(self, "optimizer_units", 2)
+        if self.activations not in ACTIVATIONS:
+            raise ConfigError(
+                f"pool.activations={self.activations!r} is not one of {', '.join(ACTIVATIONS)}."
+                f"{nearest(str(self.activations), ACTIVATIONS)}"
+            )
+        if self.activations == "offload" and self.host_budget is None:
+            raise ConfigError(
+                "pool.activations='offload' takes host memory, but how much depends on the batch. Set "
+                "pool.host_budget, e.g. '8GiB', or use pool.activations='recompute'."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

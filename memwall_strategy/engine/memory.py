@@ -141,6 +141,18 @@ class MemoryAccount:
             return contextlib.nullcontext()
         return counting_saved_tensors(self._book, self._counter.gathered_ids)
 
+    @property
+    def note_activation(self) -> Callable[[torch.Tensor], None] | None:
+        """Counts a tensor that is on the device for a backward, until it is freed; None unless ``deep``.
+
+        For whoever hides what autograd saves from ``saved_activations`` behind hooks of its own.
+        """
+        return self._note_activation if self.deep else None
+
+    def _note_activation(self, tensor: torch.Tensor) -> None:
+        if self._counter is not None and not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
+            self._book.track_new(tensor, Kind.ACTIVATION, self._counter.gathered_ids)
+
     # -- figures --
 
     @property

@@ -142,6 +142,20 @@ class Book:
             self._change(kind, nbytes)
         return ref
 
+    def track_new(self, tensor: torch.Tensor, kind: str, skip: set[int]) -> None:
+        """Count the tensor's storage until it is freed, unless it counts already or its id is among ``skip``."""
+        for storage in storages(tensor):
+            key, nbytes = id(storage), storage.nbytes()
+            if key in skip or key in self._ignored or not nbytes or storage.device.type != self._device_type:
+                continue
+            with self._lock:
+                self._collect()
+                if key in self._held or key in self._saved:
+                    continue
+                ref = self._held[key] = StorageRef(storage, self._freed.append)
+                ref.key, ref.kind, ref.nbytes = key, kind, nbytes
+                self._change(kind, nbytes)
+
     def _track(self, storage: torch.UntypedStorage, kind: str) -> StorageRef | None:
         key = id(storage)
         ref = self._held.get(key)
@@ -324,6 +338,11 @@ def storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
             f"memory account: cannot count a tensor of layout {tensor.layout}. Switch the account off "
             "(pool.enabled=false) for models with such tensors."
         )
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or a view of it, was changed in place (private: autograd's version counter)."""
+    return tensor._version
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -18,6 +18,7 @@ _EXPORTS = {
     "HostStore": "host",
     "Pool": "pool",
     "needed_device_bytes": "pillar",
+    "sqrt_plan": "activations",
     "Store": "store",
 }
 

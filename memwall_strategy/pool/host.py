@@ -50,33 +50,54 @@ class HostStore(MemoryStore):
         on: Sequence[Node] | None = None,
     ) -> None:
         super().__init__(table, Copier(device))
+        self._on = on
+        self._registered: list[int] = []
+        self._closed = False
+        try:
+            maps = self._map(capacity_bytes)
+            table.open_tier(self.tier, sum(m.nbytes for m in maps.values()), reserve_bytes=reserve_bytes)
+        except BaseException:
+            self._unregister()
+            raise
+        self._add(maps)
+
+    def extend(self, capacity_bytes: int) -> None:
+        """Map further arenas of the tier, between two steps; what is there stays where it is.
+
+        Raises:
+            ConfigError: as when the tier was made.
+        """
+        maps = self._map(capacity_bytes)
+        more = sum(m.nbytes for m in maps.values())
+        self.table.resize_tier(self.tier, capacity_bytes=self.table.capacity_bytes(self.tier) + more)
+        self._add(maps)
+
+    def _map(self, capacity_bytes: int) -> dict[str, Mapping]:
         if capacity_bytes > (unused := unused_memory_bytes()):
             raise ConfigError(
                 f"pool.host_budget={format_size(capacity_bytes)} is above the {format_size(unused)} of memory that are "
                 f"unused now. Lower it, or give pool.disk_budget the rest."
             )
-        found = list(nodes() if on is None else on)
-        if on is None and (why := why_unbound(found)):
+        found = list(nodes() if self._on is None else self._on)
+        if self._on is None and (why := why_unbound(found)):
             tell_once(f"host memory is one arena, from whichever NUMA nodes the kernel takes: {why}")
             found = [Node(0, 1)]
         shares = _shares(capacity_bytes // mmap.PAGESIZE, [node.memory_bytes for node in found])
-        self._registered: list[int] = []
-        self._closed = False
+        part = len(self._arenas) // len(found)
         maps: dict[str, Mapping] = {}
-        try:
-            for node, pages in zip(found, shares, strict=True):
-                mapping = maps[f"node{node.index}"] = Mapping(pages * mmap.PAGESIZE)
-                if len(found) > 1 and pages:
-                    bind(mapping.address, mapping.nbytes, node.index)  # before the first touch: it places new pages
-                mapping.bytes.zero_()  # resident from now on: no page fault in a step, and no late surprise
-                if self.copier.device.type == "cuda" and pages:
-                    self._register(mapping)
-            table.open_tier(self.tier, sum(m.nbytes for m in maps.values()), reserve_bytes=reserve_bytes)
-        except BaseException:
-            self._unregister()
-            raise
+        for node, pages in zip(found, shares, strict=True):
+            name = f"node{node.index}" if part == 0 else f"node{node.index} part {part}"
+            mapping = maps[name] = Mapping(pages * mmap.PAGESIZE)
+            if len(found) > 1 and pages:
+                bind(mapping.address, mapping.nbytes, node.index)  # before the first touch: it places new pages
+            mapping.bytes.zero_()  # resident from now on: no page fault in a step, and no late surprise
+            if self.copier.device.type == "cuda" and pages:
+                self._register(mapping)
+        return maps
+
+    def _add(self, maps: dict[str, Mapping]) -> None:
         for name, mapping in maps.items():
-            table.add_arena(self.tier, name, Arena(mapping.nbytes))
+            self.table.add_arena(self.tier, name, Arena(mapping.nbytes))
             self._arenas[name] = mapping.bytes
 
     @property

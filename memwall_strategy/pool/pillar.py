@@ -8,7 +8,7 @@ knows before the first step; the rest of it goes to the host and then to disk, a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from memwall_strategy.core.pillar import BasePillar
 from memwall_strategy.engine.capacity import available_device_bytes
 from memwall_strategy.engine.optimizer_parts import Parts, probe
 from memwall_strategy.planner import Budgets, ClusterSpec, OptimizerSpec, plan
+from memwall_strategy.pool.activations import Activations
 from memwall_strategy.pool.arena import PAGE_BYTES, Arena, BookedArena, aligned
 from memwall_strategy.pool.device import ENGINE, DeviceStore
 from memwall_strategy.pool.disk import CHUNK_BYTES, WORKERS, DiskStore
@@ -56,6 +57,7 @@ class PoolPillar(BasePillar):
     Attributes:
         table: every pooled block of this rank and where it is.
         pagers: one for each optimizer whose state is booked or paged.
+        activations: what each unit does with its activations.
     """
 
     name = "pool"
@@ -64,6 +66,8 @@ class PoolPillar(BasePillar):
         self.config = config
         self.table = AddressTable()
         self.pagers: list[StatePager] = []
+        self.activations = Activations(config, self._room_for_activations)
+        self._runtime: Runtime | None = None
         self._pool: Pool | None = None
         self._optimizers: list[Optimizer] = []
         self._entries = 0
@@ -85,6 +89,12 @@ class PoolPillar(BasePillar):
     def attach(self, runtime: Runtime) -> None:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         self.table = AddressTable(rank)
+        self._runtime = runtime
+        self.activations.attach(runtime)
+
+    def set_activations(self, modes: Mapping[str, str] = {}, *, together: Sequence[Sequence[str]] = ()) -> None:
+        """``Activations.set``: what units do with their activations, from the next step on."""
+        self.activations.set(modes, together)
 
     def optimizers_ready(self, runtime: Runtime) -> None:
         """Place the state of ``runtime.optimizers``, and page what does not fit.
@@ -161,8 +171,8 @@ class PoolPillar(BasePillar):
         room = Room(device_bytes, self._host_bytes(), self._disk_bytes(), fixed)
         return place_state(flat, room, slots=self.config.optimizer_units * max(1, paging)), beside_bytes
 
-    def _host_bytes(self) -> int:
-        unused = unused_memory_bytes()
+    def _host_bytes(self, held_bytes: int = 0) -> int:
+        unused = unused_memory_bytes() + held_bytes
         budget = self.config.host_budget
         return unused if budget is None else parse_size(budget, option="pool.host_budget", available_bytes=unused)
 
@@ -196,6 +206,31 @@ class PoolPillar(BasePillar):
             raise
         return Pool(self.table, stores, timeout_s=timeout_s, record_spans=runtime.config.overlap.trace)
 
+    def _room_for_activations(self) -> Pool:
+        """The pool, its host tier as large as ``host_budget`` lets it be; mapped once, between two steps."""
+        runtime, table = self._runtime, self.table
+        host = self.stores.get(Tier.HOST)
+        held = host.mapped_bytes if isinstance(host, HostStore) else 0
+        more = self._host_bytes(held) - held
+        added: list[torch.UntypedStorage] = []
+        if isinstance(host, HostStore):
+            if more > 0:
+                before = list(host.storages())
+                host.extend(more)
+                added = [s for s in host.storages() if all(s is not old for old in before)]
+        else:
+            host = HostStore(table, more, device=runtime.device)
+            added = list(host.storages())
+            if self._pool is None:
+                trace = runtime.config.overlap.trace
+                self._pool = Pool(table, [host], timeout_s=runtime.config.timeout_s, record_spans=trace)
+            else:
+                self._pool.stores[Tier.HOST] = host
+        if runtime.memory is not None:
+            for storage in added:
+                runtime.memory.ignore(storage)
+        return self._pool
+
     def _folder(self) -> Path:
         if self.config.disk_path is None:
             raise ConfigError("pool.disk_budget is set, but not where: set pool.disk_path to a folder on a local disk.")
@@ -205,6 +240,7 @@ class PoolPillar(BasePillar):
 
     def before_step(self, runtime: Runtime) -> None:
         """The first units' state comes in while the forward runs."""
+        self.activations.before_step()
         if self._pool is not None:
             self._pool.page_in.take_stats()
             self._pool.page_out.take_stats()
@@ -222,7 +258,8 @@ class PoolPillar(BasePillar):
         self._figures = self._measure()
 
     def _measure(self) -> dict[str, float]:
-        figures = {
+        figures = self.activations.take_figures()
+        figures |= {
             f"memwall/pool/{tier}_bytes": float(self.table.used_bytes(tier))
             for tier in (Tier.HOST, Tier.DISK)
             if (tier, self.table.rank) in self.table.tiers()
@@ -251,6 +288,7 @@ class PoolPillar(BasePillar):
             self._pool.reset()
             for pager in self.pagers:
                 pager.forget()
+        self.activations.forget()
 
     def metrics(self) -> dict[str, float]:
         return dict(self._figures)
@@ -258,10 +296,12 @@ class PoolPillar(BasePillar):
     # -- the end --
 
     def close(self) -> None:
+        self.activations.close()
         self._release(keep=True)
 
     def _release(self, *, keep: bool) -> None:
         """Give the tiers back; the state becomes ordinary tensors where there is memory for it."""
+        self.activations.close_room()
         for pager in self.pagers:
             if isinstance(pager.optimizer, PooledOptimizer) and keep:
                 pager.optimizer.unpool()

@@ -115,8 +115,11 @@ class Pool:
 
     # -- transfers --
 
-    def write(self, tensors: Mapping[Block, torch.Tensor]) -> Transfer:
+    def write(self, tensors: Mapping[Block, torch.Tensor], *, then: Callable[[], None] | None = None) -> Transfer:
         """Copy tensors into their blocks, where these are. The tensors must not change until the handle's ``wait``.
+
+        Args:
+            then: called on the lane when the bytes are there; must not wait, nor call the pool.
 
         Raises:
             BlockError: no such block, or a tensor that is not contiguous or has another length.
@@ -135,6 +138,8 @@ class Pool:
                     store.write(group, after)
                 for block in begun:
                     self.table.end_write(block)
+                if then is not None:
+                    then()
 
             after = self._mark()
             return self._submit(self.page_out, "write", tensors, sum(p.bytes for p, _ in pairs), run, undo)

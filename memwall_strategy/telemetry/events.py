@@ -31,6 +31,8 @@ class EventKind(StrEnum):
     RUN_FAILED = "run_failed"
     PLAN = "plan"
     STATE_PLACED = "state_placed"
+    ACTIVATIONS_CHANGED = "activations_changed"
+    ACTIVATIONS_KEPT = "activations_kept"
     MEMORY_HIGH = "memory_high"
     BUDGET_EXCEEDED = "budget_exceeded"
     STEP_ABORTED = "step_aborted"
@@ -89,6 +91,14 @@ EVENTS: dict[EventKind, EventType] = {
         {"device_bytes": "that stay on the device", "host_bytes": "that rest on the host", "disk_bytes": "that rest on "
          "disk", "slots": "units whose state may be on its way at a time; 0 where nothing is paged",
          "slot_bytes": "of each"},
+    ),
+    EventKind.ACTIVATIONS_CHANGED: EventType(
+        Severity.INFO, "from this step on, units treat their activations otherwise",
+        {"units": "unit -> what it does, of all that do not keep them", "together": "units that recompute together"},
+    ),
+    EventKind.ACTIVATIONS_KEPT: EventType(
+        Severity.WARNING, "the host tier had no room for a unit's activations, which stay on the device (told once)",
+        {"unit": "its name", "message": "what is missing"},
     ),
     EventKind.MEMORY_HIGH: EventType(
         Severity.WARNING, "a step's peak passed the watched share of the budget (told again once it fell below)",

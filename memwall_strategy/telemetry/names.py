@@ -36,6 +36,8 @@ PAGE_OUT_S = "memwall/pool/page_out_s"
 PAGE_EXPOSED_S = "memwall/pool/exposed_s"
 ACCESS_P50_S = "memwall/pool/access_p50_s"
 ACCESS_JITTER = "memwall/pool/access_jitter"
+OFFLOADED_BYTES = "memwall/pool/offloaded_bytes"
+RECOMPUTED_UNITS = "memwall/pool/recomputed_units"
 EXPOSED_S = "memwall/overlap/exposed_s"
 EXPOSED_FRACTION = "memwall/overlap/exposed_fraction"
 LANE_BUSY_S = "memwall/overlap/lane_busy_s/<lane>"
@@ -61,6 +63,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(PAGE_EXPOSED_S, "s", "time in which rank 0's training thread waited for either"),
     Metric(ACCESS_P50_S, "s", "median time of the last page-ins of a unit"),
     Metric(ACCESS_JITTER, "1", "their 95th percentile over their median, less 1"),
+    Metric(OFFLOADED_BYTES, "B", "activations that rank 0 sent to the host in the step"),
+    Metric(RECOMPUTED_UNITS, "1", "forwards of units that rank 0 ran again in the step's backwards"),
     Metric(EXPOSED_S, "s", "time in which rank 0's training thread waited for communication"),
     Metric(EXPOSED_FRACTION, "1", "that time over the step's time"),
     Metric(LANE_BUSY_S, "s", "time in which rank 0's lane was transferring"),
