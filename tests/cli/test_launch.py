@@ -12,7 +12,7 @@ import pytest
 from memwall_strategy.cli.compose import compose_run
 from memwall_strategy.cli.launch import find_checkpoint, launch, rank
 from memwall_strategy.cli.settings import Settings, check
-from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.core.errors import ConfigError, PeerLost
 from memwall_strategy.engine.checkpoint.folder import Partial
 
 
@@ -44,7 +44,13 @@ def test_the_first_process_chooses_and_the_others_follow(tmp_path: Path, monkeyp
     assert first.is_first and first.checkpoint == last and first.folder.path.parent == tmp_path / "nano"
     monkeypatch.setenv("LOCAL_RANK", "1")
     commit(tmp_path / "nano" / "new" / "checkpoints" / "last.ckpt", 9)  # must change nothing any more
+    armed: list[bool] = []
+    monkeypatch.setattr("memwall_strategy.cli.launch.die_with_parent", armed.append)
+    with pytest.raises(PeerLost, match="the first rank, which started this one, has ended"):
+        launch(chosen)  # this process started itself, and so has no such parent
+    monkeypatch.setattr("os.getppid", os.getpid)
     second = launch(chosen)
+    assert armed == [True, True]
     assert not second.is_first
     assert (second.folder.path, second.checkpoint) == (first.folder.path, first.checkpoint)
     assert len([*(tmp_path / "nano").iterdir()]) == 3

@@ -112,6 +112,10 @@ def test_train_then_resume(tmp_path: Path) -> None:
     assert [Path(e["fields"]["path"]).name for e in events if e["kind"] == "run_resumed"] == ["last.ckpt"]
     assert sum(e["kind"] == "run_started" for e in events) == 2
 
+    again = memwall_train(tmp_path, "ckpt_path=last", f"paths.run_folder={folder}", "trainer.max_steps=34")
+    assert again.returncode == 2 and "is at step 34 already" in again.stderr and "Raise" in again.stderr, again.stderr
+    assert sum(1 for _ in (folder / "events.jsonl").open()) == len(events), "and nothing was touched"
+
 
 @pytest.mark.timeout(2 * TIMEOUT_S + 30)
 def test_a_run_and_a_sweep_at_once(tmp_path: Path) -> None:

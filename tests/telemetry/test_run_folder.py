@@ -28,7 +28,10 @@ def test_a_named_folder_holds_one_run(tmp_path: Path) -> None:
     folder.metrics.write_text("step\n1\n")
     with pytest.raises(ConfigError, match=r"paths\.run_folder=.*already holds a run\. Go on with it by ckpt_path=last"):
         create_run_folder("runs", "nano", str(tmp_path / "a" / "b"), resume=False)
-    assert create_run_folder("runs", "nano", str(tmp_path / "a" / "b"), resume=True).path == folder.path
+    with pytest.raises(ConfigError, match=r"paths\.run_folder=.*is in use by a run that has not ended"):
+        create_run_folder("runs", "nano", str(tmp_path / "a" / "b"), resume=True)
+    del folder
+    assert create_run_folder("runs", "nano", str(tmp_path / "a" / "b"), resume=True).path == tmp_path / "a" / "b"
 
 
 @pytest.mark.parametrize("run_folder", ["file", "file/below", "/proc/memwall_run"])
