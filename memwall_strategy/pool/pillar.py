@@ -8,6 +8,7 @@ knows before the first step; the rest of it goes to the host and then to disk, a
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from memwall_strategy.config import PoolConfig, format_size, parse_size
 from memwall_strategy.core.block import Block, Kind, Tier
-from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.core.errors import ConfigError, MemwallError
 from memwall_strategy.core.lane import Lane
 from memwall_strategy.core.pillar import BasePillar
 from memwall_strategy.engine.capacity import available_device_bytes
@@ -102,7 +103,7 @@ class PoolPillar(BasePillar):
         Raises:
             ConfigError: it does not fit anywhere; says what is missing and which option helps.
         """
-        self._release(keep=True)
+        self._release()
         self.table = AddressTable(self.table.rank)
         self._optimizers = list(runtime.optimizers)
         parts = [probe(optimizer) for optimizer in self._optimizers]
@@ -122,7 +123,7 @@ class PoolPillar(BasePillar):
         for index, (optimizer, its_units) in enumerate(zip(self._optimizers, units, strict=True)):
             homes = {b: placement.homes.get(b, Tier.DEVICE) for unit in its_units for b in unit.fields}
             pages = any(home is not Tier.DEVICE for home in homes.values())
-            its = StatePlacement(homes, placement.slots if pages else 0, placement.slot_bytes)
+            its = StatePlacement(homes, self.config.optimizer_units if pages else 0, placement.slot_bytes)
             lanes = (pool.page_in, pool.page_out) if pool else (None, None)
             pager = StatePager(
                 optimizer, its_units, its, table=self.table, stores=self.stores,
@@ -297,16 +298,30 @@ class PoolPillar(BasePillar):
 
     def close(self) -> None:
         self.activations.close()
-        self._release(keep=True)
+        self._release()
 
-    def _release(self, *, keep: bool) -> None:
+    def _release(self) -> None:
         """Give the tiers back; the state becomes ordinary tensors where there is memory for it."""
         self.activations.close_room()
+        open_tiers = {tier for tier, _ in self.table.tiers()}
+        paged = sum(self.table.used_bytes(tier) for tier in open_tiers & {Tier.HOST, Tier.DISK})
+        keep = paged <= unused_memory_bytes()
+        lost = "" if keep else f"there is no memory for its {format_size(paged)}"
         for pager in self.pagers:
-            if isinstance(pager.optimizer, PooledOptimizer) and keep:
-                pager.optimizer.unpool()
-            else:
-                pager.close(keep=keep)
+            if not isinstance(pager.optimizer, PooledOptimizer):
+                pager.close(keep=True)  # nothing of it is paged
+                continue
+            try:
+                pager.optimizer.unpool(keep=keep)
+            except MemwallError as error:  # a medium that failed, or fails now
+                lost = str(error)
+                pager.optimizer.unpool(keep=False)
+        if lost:
+            warnings.warn(
+                f"optimizer state that rested off the device is gone with the pool: {lost}. The run's checkpoints hold "
+                "it; load one before you train on with this optimizer.",
+                stacklevel=2,
+            )
         self.pagers, self._optimizers = [], []
         if self._pool is not None:
             self._pool.close()

@@ -125,9 +125,14 @@ class PooledOptimizer(Optimizer):
                     whole[each.parameter][each.key] = self.pager.whole(each)
         return _remake, (self.memwall_plain_class, state | {"state": whole, "param_groups": groups})
 
-    def unpool(self) -> Optimizer:
-        """Back to the class it had, its state ordinary tensors on the parameters' device; returns itself."""
-        self.pager.close(keep=True)
+    def unpool(self, *, keep: bool = True) -> Optimizer:
+        """Back to the class it had; returns itself.
+
+        Args:
+            keep: its state becomes ordinary tensors on the parameters' device. Otherwise parameters whose state is
+                paged have none any more.
+        """
+        self.pager.close(keep=keep)
         if self.early_steps is not None:
             self.early_steps.close()
         del self.early_steps

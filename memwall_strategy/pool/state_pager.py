@@ -257,7 +257,7 @@ class StatePager:
 
         Args:
             keep: leave the state as ordinary tensors on the parameters' device, for which there must be room.
-                Otherwise what was paged is gone.
+                Otherwise parameters whose state was paged have none any more.
         """
         if keep:
             self.rest()
@@ -274,7 +274,7 @@ class StatePager:
                     if keep and self._table.locate(block).generation > 0:
                         local.data = self.fetch(each).to(local_tensor(each.parameter).device)
                     elif not keep:
-                        del self.optimizer.state[each.parameter][each.key]
+                        self.optimizer.state.pop(each.parameter)  # half a state is worse than none
                 self._table.drop(block)
         for block in self._booked:
             self._table.drop(block)

@@ -165,6 +165,19 @@ def test_state_that_is_made_anew_or_late(where: str, tmp_path: Path) -> None:
         pool.table.check()
 
 
+def test_unpooled_without_its_state_it_starts_afresh(tmp_path: Path) -> None:
+    net = make_net()
+    optimizer = make("AdamW", net)
+    with pooled(optimizer, net, folder=tmp_path, **PLACES["disk"]) as (made, pool):
+        step(net, made, 0)
+        paged = {id(f.parameter) for u in made.pager.units for f in u.fields.values() if made.pager.is_paged(f.block)}
+        made.unpool(keep=False)
+        assert type(optimizer) is torch.optim.AdamW and not pool.table.used_bytes(Tier.DISK)
+        assert paged and not any(id(p) in paged for p in optimizer.state)
+        step(net, optimizer, 1)
+        assert {float(s["step"]) for p, s in optimizer.state.items() if id(p) in paged} == {1.0}
+
+
 def test_closure_and_hooks_run_once_and_the_object_stays_what_it_is(tmp_path: Path) -> None:
     net = make_net()
     optimizer = make("AdamW", net)
