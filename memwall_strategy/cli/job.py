@@ -122,6 +122,11 @@ def _make(group: str, node: dict[str, Any], **more: Any) -> Any:
         return instantiate({**node, **more}, _convert_="all")
     except InstantiationException as error:
         cause = str(error.__cause__ or error).splitlines()[0]
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            raise ConfigError(
+                f"{group}: {node.get('_target_')} cannot be built: a package is missing. {cause} Install it with pip, "
+                f"or choose another {group.split('.')[0]}."
+            ) from error
         raise ConfigError(
             f"{group}: {node.get('_target_')} cannot be built from these options: {cause} "
             f"Correct {group}._target_, or the options of {group}."
