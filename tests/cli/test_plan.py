@@ -63,7 +63,7 @@ def test_the_machines_memory_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPa
         ("hardware.bf16_flops=0", r"hardware\.bf16_flops=0\.0 must be above 0"),
         ("hardware.devices_per_machine=0", r"hardware\.devices_per_machine=0"),
         ("cluster.enabled=true", r"cluster\.enabled=true: dynamic clustering is not in this version"),
-        ("topology.enabled=true", r"topology\.enabled=true: link measurement"),
+        ("topology.enabled=true", r"topology\.enabled=true: measurement of links"),
     ],
 )
 def test_hardware_that_cannot_be(override: str, message: str) -> None:
