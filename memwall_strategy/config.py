@@ -202,7 +202,11 @@ class TopologyConfig:
     """Measure links and balance micro-batches by them."""
 
     def __post_init__(self) -> None:
-        _refuse_future(self, "measurement of links with balance of micro-batches", "replicate=N for sharding inside racks of equal size")
+        _refuse_future(
+            self,
+            "measurement of links with balance of micro-batches",
+            "replicate=N for sharding inside racks of equal size",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
