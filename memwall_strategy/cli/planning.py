@@ -29,6 +29,7 @@ from memwall_strategy.planner import (
     gpt_flops,
     plan,
 )
+from memwall_strategy.planner.memory_plan import schedule_of
 from memwall_strategy.pool.probe import unused_memory_bytes
 from memwall_strategy.pool.state_placement import Room
 from memwall_strategy.pool.state_plan import with_paged_state
@@ -62,9 +63,6 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
         budget_bytes = parse_size(
             memwall.pool.device_budget, option="pool.device_budget", available_bytes=memory_bytes
         )
-    overlap = memwall.overlap
-    lanes = overlap.enabled and overlap.lanes and device.type == "cpu"
-    explicit = overlap.enabled and (lanes or overlap.prefetch > 1)  # else the engine's own prefetch, one unit
     model = ModelSpec.from_module(module, [name for name, _ in sharding.units])
     cluster = ClusterSpec(world=world, replicate=memwall.replicate, device_bytes=memory_bytes)
     spec = OptimizerSpec.from_optimizer(optimizer)
@@ -75,9 +73,7 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
         precision=trainer.precision,
         micro_batch=settings.text.batch_size if settings.text else 1,
         accumulate_how=memwall.accumulate,
-        prefetch=overlap.prefetch if explicit else 0,
-        reduce_buffers=overlap.reduce_buffers if overlap.enabled else 1,
-        lanes=lanes,
+        **schedule_of(memwall.overlap, device.type),
     )
     accumulate = trainer.accumulate_grad_batches
     made = predict(

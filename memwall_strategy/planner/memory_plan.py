@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from memwall_strategy.config import format_size
+from memwall_strategy.config import OverlapConfig, format_size
 from memwall_strategy.core.block import Kind
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.planner.activations import ActivationSpec
@@ -66,6 +67,17 @@ class _Settings:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {lowest}.")
         if self.accumulate_how not in ACCUMULATE_HOW:
             raise ConfigError(f"accumulate_how={self.accumulate_how!r} is not one of {', '.join(ACCUMULATE_HOW)}.")
+
+
+def schedule_of(overlap: OverlapConfig, device_type: str) -> dict[str, Any]:
+    """The keywords of ``plan`` that say how a run with these options gathers and reduces on such a device."""
+    lanes = overlap.enabled and overlap.lanes and device_type == "cpu"
+    explicit = overlap.enabled and (lanes or overlap.prefetch > 1)  # else the engine's own prefetch, one unit
+    return {
+        "prefetch": overlap.prefetch if explicit else 0,
+        "reduce_buffers": overlap.reduce_buffers if overlap.enabled else 1,
+        "lanes": lanes,
+    }
 
 
 def plan(

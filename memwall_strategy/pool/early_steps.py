@@ -31,11 +31,11 @@ class EarlySteps:
         step_unit: steps one, given the units that are expected after it, in order.
 
     Attributes:
-        done: units that stepped in this backward.
+        done: units that stepped in this backward, in order; a dict for its order and its quick look-up.
     """
 
     def __init__(self, units: Sequence[UnitState], step_unit: Callable[[int, Sequence[int]], None]) -> None:
-        self.done: set[int] = set()
+        self.done: dict[int, None] = {}
         self._units, self._step_unit = units, step_unit
         self._armed = False
         self._missing: list[int] = []
@@ -57,14 +57,12 @@ class EarlySteps:
         """Around forward and backward of the step's last micro-batch."""
         self.done.clear()
         self._missing = [sum(p.requires_grad for p in unit.parameters) for unit in self._units]
-        stepped: list[int] = []
-        self._stepped = stepped
         self._armed = True
         try:
             yield
         finally:
             self._armed = False
-        self._order = [*stepped, *(index for index in self._order if index not in self.done)]
+        self._order = [*self.done, *(index for index in self._order if index not in self.done)]
 
     def close(self) -> None:
         """Let the parameters go."""
@@ -84,8 +82,7 @@ class EarlySteps:
         self._missing[index] -= 1
         if self._missing[index]:
             return
-        self.done.add(index)
-        self._stepped.append(index)
+        self.done[index] = None
         with torch.no_grad():
             self._step_unit(index, [other for other in self._order if other not in self.done])
         for each in unit.parameters:

@@ -24,6 +24,7 @@ from memwall_strategy.core.pillar import BasePillar
 from memwall_strategy.engine.capacity import available_device_bytes
 from memwall_strategy.engine.optimizer_parts import Parts, probe
 from memwall_strategy.planner import Budgets, ClusterSpec, OptimizerSpec, plan
+from memwall_strategy.planner.memory_plan import schedule_of
 from memwall_strategy.pool.activations import Activations
 from memwall_strategy.pool.arena import PAGE_BYTES, Arena, BookedArena, aligned
 from memwall_strategy.pool.device import ENGINE, DeviceStore
@@ -341,8 +342,6 @@ def bytes_beside_state(runtime: Runtime) -> int:
             "configure_model. Let memwall shard it, or leave pool.device_budget out."
         )
     overlap, mesh = runtime.config.overlap, runtime.mesh
-    lanes = overlap.enabled and overlap.lanes and runtime.device.type == "cpu"
-    explicit = overlap.enabled and (lanes or overlap.prefetch > 1)
     early = _steps_in_backward(runtime)
     made = plan(
         spec,
@@ -352,9 +351,7 @@ def bytes_beside_state(runtime: Runtime) -> int:
         precision=runtime.precision,
         accumulate=min(runtime.micro_batches, 2),  # in a second one, gradients of an earlier one are there too
         accumulate_how=runtime.config.accumulate,
-        prefetch=overlap.prefetch if explicit else 0,
-        reduce_buffers=overlap.reduce_buffers if overlap.enabled else 1,
-        lanes=lanes,
+        **schedule_of(overlap, runtime.device.type),
         gradients_in_forward=not early,
         rank=0,
     )

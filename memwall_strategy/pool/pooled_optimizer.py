@@ -80,12 +80,15 @@ class PooledOptimizer(Optimizer):
         self.pager.rest()
         packed = super().state_dict()
         numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        for unit in self.pager.units:
-            for each in unit.fields.values():
-                entry = packed["state"].get(numbers[id(each.parameter)])
-                if entry is not None and each.key in entry and self.pager.is_paged(each.block):
-                    packed["state"][numbers[id(each.parameter)]] = entry | {each.key: self.pager.whole(each)}
+        for each in self._paged_fields():
+            number = numbers[id(each.parameter)]
+            packed["state"][number] = packed["state"][number] | {each.key: self.pager.whole(each)}
         return packed
+
+    def _paged_fields(self) -> list[StateField]:
+        """The state that exists and rests off the device."""
+        fields = (each for unit in self.pager.units for each in unit.fields.values())
+        return [f for f in fields if f.key in self.state.get(f.parameter, {}) and self.pager.is_paged(f.block)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ever; what was loaded then goes to where it rests, unit by unit."""
@@ -119,10 +122,8 @@ class PooledOptimizer(Optimizer):
         state = self.__getstate__()
         groups = self.param_groups
         whole = {p: dict(entries) for p, entries in self.state.items()}
-        for unit in self.pager.units:
-            for each in unit.fields.values():
-                if each.key in whole.get(each.parameter, {}) and self.pager.is_paged(each.block):
-                    whole[each.parameter][each.key] = self.pager.whole(each)
+        for each in self._paged_fields():
+            whole[each.parameter][each.key] = self.pager.whole(each)
         return _remake, (self.memwall_plain_class, state | {"state": whole, "param_groups": groups})
 
     def unpool(self, *, keep: bool = True) -> Optimizer:
