@@ -5,6 +5,7 @@ Stdlib only, so that a wrong option is found before torch is imported and before
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -76,6 +77,27 @@ def format_size(size_bytes: float) -> str:
     raise AssertionError("unreachable")
 
 
+def _unknown_option(owner: str, name: str, known: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"{owner} has no option {name!r}.{nearest(name, known)} Known options: {', '.join(sorted(known))}."
+    )
+
+
+def _names_its_options(cls: type) -> type:
+    """A misspelt keyword is a ``ConfigError`` with the nearest option, not Python's ``TypeError``."""
+    plain, known = cls.__init__, {f.name for f in fields(cls)}
+
+    @functools.wraps(plain)
+    def __init__(self: Any, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                raise _unknown_option(cls.__name__, name, known)
+        plain(self, **options)
+
+    cls.__init__ = __init__
+    return cls
+
+
 def _check_bool(owner: object, *names: str) -> None:
     for name in names:
         if not isinstance(getattr(owner, name), bool):
@@ -101,6 +123,7 @@ def _where(owner: object, name: str) -> str:
     return name if group == "memwall" else f"{group}.{name}"
 
 
+@_names_its_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolConfig:
     """Memory: what the run may hold, and how closely it is watched."""
@@ -163,6 +186,7 @@ class PoolConfig:
             )
 
 
+@_names_its_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OverlapConfig:
     """Communication in the shadow of compute."""
@@ -194,6 +218,7 @@ class OverlapConfig:
         _check_int(self, "reduce_buffers", 1)
 
 
+@_names_its_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopologyConfig:
     """Links and balance. Not part of this version: ``enabled=True`` is refused."""
@@ -209,6 +234,7 @@ class TopologyConfig:
         )
 
 
+@_names_its_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterConfig:
     """Dynamic clustering by gradient activity. Not part of this version: ``enabled=True`` is refused."""
@@ -226,6 +252,7 @@ def _refuse_future(owner: object, what: str, instead: str) -> None:
         raise ConfigError(f"{_where(owner, 'enabled')}=true: {what} is not in this version. Use {instead}.")
 
 
+@_names_its_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResilienceConfig:
     """Faults as normal events."""
@@ -247,6 +274,7 @@ ACCUMULATE = ("sharded", "whole")
 CHECKPOINT_FORMATS = ("sharded", "full")
 
 
+@_names_its_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemwallConfig:
     """Everything that can be set, one part per pillar."""
@@ -335,9 +363,7 @@ def _build(cls: type, options: Mapping[str, Any], where: str) -> Any:
     values: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(
-                f"{where} has no option {name!r}.{nearest(name, known)} Known options: {', '.join(sorted(known))}."
-            )
+            raise _unknown_option(where, name, known)
         part = _PARTS.get(name) if cls is MemwallConfig else None
         if part is not None and not is_dataclass(value):
             if not isinstance(value, Mapping):

@@ -221,3 +221,9 @@ def test_neither_torch_nor_lightning_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_misspelt_keyword_of_a_part_is_named_with_the_nearest_option() -> None:
+    with pytest.raises(ConfigError, match=r"PoolConfig has no option 'device_budgt'\. Did you mean 'device_budget'"):
+        PoolConfig(device_budgt="1GiB")
+    assert PoolConfig(device_budget="1GiB").device_budget == "1GiB"

@@ -82,6 +82,14 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         raise ConfigError(f"The arguments cannot be read: {error}. Write key=value, one an argument.") from error
 
 
+def changes(overrides: Sequence[str]) -> list[str]:
+    """The overrides that make a run another than its experiment: not where it writes, logs and how it is called."""
+    return [
+        override.input_line for override in parse(overrides)
+        if override.key_or_group.split(".")[0] not in ("experiment", "name", "paths", "logger", "hydra", "resume")
+    ]  # fmt: skip
+
+
 def _cause(error: BaseException) -> BaseException:
     """The innermost error that Hydra or OmegaConf raised and that knows the key, else the innermost."""
     chain = [error]

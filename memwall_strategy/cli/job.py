@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -36,8 +37,13 @@ from memwall_strategy.telemetry.run_log import StartedLogger, run_log_class
 from memwall_strategy.telemetry.summary import environment, hold_claims, run_figures
 
 
-def train(settings: Settings, part: Launch, tokens: TokenFiles | None) -> dict[str, float]:
+def train(
+    settings: Settings, part: Launch, tokens: TokenFiles | None, changed: Sequence[str] = ()
+) -> dict[str, float]:
     """Train, and return the run's figures (empty on ranks other than the first).
+
+    Args:
+        changed: overrides that make this run another than its experiment; told beside the claims.
 
     Raises:
         ConfigError: found here, before any process starts, what needs torch to be found.
@@ -74,7 +80,7 @@ def train(settings: Settings, part: Launch, tokens: TokenFiles | None) -> dict[s
             logger.finish(0 if trainer.state.finished else 1)
     if not trainer.is_global_zero:
         return {}
-    return _summarize(settings, part, trainer, telemetry, plan, tokens, console)
+    return _summarize(settings, part, trainer, telemetry, plan, tokens, console, changed)
 
 
 def _quiet() -> None:
@@ -199,6 +205,7 @@ def _summarize(
     plan: Plan,
     tokens: TokenFiles | None,
     console: Console,
+    changed: Sequence[str],
 ) -> dict[str, float]:
     rows = read_csv(part.folder.metrics)[1] if part.folder.metrics.exists() else []  # nothing was left to train
     figures = run_figures(rows)
@@ -212,6 +219,7 @@ def _summarize(
         "name": settings.run.name,
         "figures": figures,
         "claims": [asdict(claim) for claim in claims],
+        "changed": list(changed),
         "memory": {
             "predicted": {str(p): {str(k): n for k, n in kinds.items()} for p, kinds in plan.kind_peaks.items()},
             "measured": measured,
@@ -223,5 +231,5 @@ def _summarize(
         "seed": settings.run.seed,
     }
     part.folder.write_summary(summary)
-    print_summary(console, figures, claims, plan, measured, part.folder.path)
+    print_summary(console, figures, claims, plan, measured, part.folder.path, changed)
     return figures

@@ -36,8 +36,13 @@ def print_summary(
     plan: Plan,
     measured: Mapping[str, Mapping[str, int]],
     folder: Path,
+    changed: Sequence[str] = (),
 ) -> None:
-    """Print figures, claimed | measured | how, predicted | measured, and where the run folder is."""
+    """Print figures, claimed | measured | how, predicted | measured, and where the run folder is.
+
+    Args:
+        changed: overrides that make this run another than the one that the claims are about.
+    """
     console.print()
     for text, name, shape in _FIGURES:
         if name in figures:
@@ -45,6 +50,9 @@ def print_summary(
     if names.DEVICE_PEAK_BYTES in figures:
         console.print(f"{'most bytes held for the model, rank 0':<42} {format_size(figures[names.DEVICE_PEAK_BYTES])}")
     if claims:
+        if changed:
+            told = f"\nThe claims are about the recipe as it stands; this run changed {', '.join(changed)}."
+            console.print(told, markup=False)
         console.print(_claims_table(claims))
     if measured:
         console.print(_memory_table(plan.kind_peaks, measured))

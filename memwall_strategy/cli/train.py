@@ -18,6 +18,9 @@ from memwall_strategy.core.errors import ConfigError, MemwallError
 EXIT_REFUSED = 2
 """Exit code when memwall refused, or a run failed with an error that says what to do."""
 
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells expect it: 128 + SIGINT."""
+
 _MESSAGE_WIDTH = 110
 
 
@@ -41,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _run(overrides, own.config_dir, own.config_name)
     except MemwallError as error:
         sys.exit(refuse(error))
+    except KeyboardInterrupt:  # before training began
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def refuse(error: MemwallError, command: str = "memwall-train") -> int:
@@ -61,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(overrides: Sequence[str], config_dir: Path | None, config_name: str) -> None:
-    from memwall_strategy.cli.compose import CONFIG_FOLDER, compose_run
+    from memwall_strategy.cli.compose import CONFIG_FOLDER, changes, compose_run
     from memwall_strategy.cli.launch import launch
     from memwall_strategy.cli.settings import check, check_tokenizer, check_vocabulary, find_targets
 
@@ -78,10 +83,16 @@ def _run(overrides: Sequence[str], config_dir: Path | None, config_name: str) ->
     from memwall_strategy.cli.job import train  # imports torch and Lightning
 
     try:
-        train(settings, part, tokens)
+        train(settings, part, tokens, changed=changes(overrides))
     except ConfigError:
         part.folder.remove_if_empty()
         raise
+    except SystemExit as stop:  # Lightning turns Ctrl-C into an ordinary failure
+        if not isinstance(stop.__context__, KeyboardInterrupt):
+            raise
+        if part.is_first:
+            print(f"memwall-train: interrupted. What is there is in {part.folder.path}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def _hand_to_hydra() -> None:

@@ -28,6 +28,12 @@ _COMPUTE = {
     "16-mixed": torch.float16,
 }
 _ALIASES = {32: "32-true", "32": "32-true", "bf16": "bf16-mixed", 16: "16-mixed", "16": "16-mixed", None: "32-true"}
+_UNLIKE = {
+    **dict.fromkeys(("64-true", "64", 64), "float64 is not among its arithmetic; 32-true is the most precise."),
+    "16-true": "Weights in float16 lose small updates; use bf16-true, or 16-mixed with float32 weights.",
+    "transformer-engine": "float8 is not among its arithmetic; use bf16-mixed.",
+}
+"""Other names that Lightning knows, with what to take instead."""
 SUPPORTED = tuple(_COMPUTE)
 
 
@@ -39,9 +45,9 @@ def canonical_precision(precision: str | int | None) -> str:
     """
     name = _ALIASES.get(precision, precision)
     if name not in _COMPUTE:
+        hint = f" {_UNLIKE[precision]}" if precision in _UNLIKE else nearest(str(precision), SUPPORTED)
         raise ConfigError(
-            f"precision={precision!r} is not supported by memwall.{nearest(str(precision), SUPPORTED)} "
-            f"Choose one of {', '.join(SUPPORTED)}."
+            f"precision={precision!r} is not supported by memwall.{hint} Choose one of {', '.join(SUPPORTED)}."
         )
     return str(name)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memwall_strategy.cli.compose import CONFIG_FOLDER, compose_run, groups
+from memwall_strategy.cli.compose import CONFIG_FOLDER, changes, compose_run, groups
 from memwall_strategy.cli.schema import GROUPS, option_docs, type_name
 from memwall_strategy.cli.settings import check, find_targets
 from memwall_strategy.config import MemwallConfig, PoolConfig
@@ -203,3 +203,8 @@ print("heavy:", sorted(name for name in sys.modules if name in ("torch", "lightn
     assert "heavy: []" in done.stdout
     assert "pool.device_budget=null" in done.stdout and "trainer.max_steps" in done.stdout
     assert "zero tokens" in done.stderr and "/dev/null is a device" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_makes_a_run_another_than_its_experiment() -> None:
+    told = changes(["experiment=gpt_nano", "trainer.max_steps=5", "name=mine", "paths.runs=here", "optimizer=sgd"])
+    assert told == ["trainer.max_steps=5", "optimizer=sgd"]

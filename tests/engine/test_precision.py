@@ -63,8 +63,8 @@ def test_names_that_lightning_takes(asked, name):
     ("asked", "hint"),
     [
         ("bf16-mixd", "Did you mean 'bf16-mixed'"),
-        ("64-true", ""),
-        ("16-true", ""),
+        ("64-true", "32-true is the most precise"),
+        ("16-true", "use bf16-true"),
         (64, ""),
         ("transformer-engine", ""),
     ],

@@ -57,9 +57,11 @@ def test_what_is_printed(tmp_path: Path) -> None:
     made = plan(ModelSpec((unit,)), ClusterSpec(world=1))
     claims = hold_claims([ClaimOptions(what="fast", figure="b", at_most=1, how="a clock")], {})
     print_summary(
-        Console(file=out, width=120), {"train/steps": 20.0}, claims, made, {"step": {"param": 64}}, tmp_path / "run"
-    )
+        Console(file=out, width=120), {"train/steps": 20.0}, claims, made, {"step": {"param": 64}}, tmp_path / "run",
+        ["trainer.max_steps=20"],
+    )  # fmt: skip
     text = out.getvalue()
+    assert "this run changed trainer.max_steps=20" in text
     assert "steps" in text and "training loss" not in text
     assert "not measured" in text and "kept" not in text.replace("not measured", "")
     assert re.search(r"param +64 B +64 B +\+0\.0%", text)
