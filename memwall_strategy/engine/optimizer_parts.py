@@ -5,27 +5,26 @@ of them after the other. ``probe`` finds out whether a given optimizer does, wit
 which of its state tensors have the parameter's shape. The optimizer itself, its parameters and its state stay as they
 are.
 
-Relies on private facts of ``torch.optim.Optimizer``: ``_patch_step_function`` wraps ``step`` once per class by
-``profile_hook_step``, which sets ``hooked`` and keeps the original as ``__wrapped__``; hooks live in the attributes of
-``_HOOKS``. ``tests/engine/test_optimizer_parts.py`` fails when they change.
+Relies on a private fact of ``torch.optim.Optimizer``: hooks live in the attributes of ``_HOOKS``.
+``tests/engine/test_optimizer_parts.py`` fails when that changes.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.fsdp import local_tensor
+from memwall_strategy.engine.optimizer_step import bare_step, only, plain_class
+
+MASTER = "master"
+"""Key, in a parameter's state, of the float32 copy that the optimizer steps in its stead."""
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -78,67 +77,24 @@ def kind_of(parameter: torch.Tensor, group: int) -> ParameterKind:
     return ParameterKind(group, parameter.dim(), parameter.dtype)
 
 
-def bare_step(optimizer: Optimizer, kind: type[Optimizer] | None = None) -> Callable[[], Any]:
-    """``step`` of the optimizer's class, or of ``kind``, without hooks and profiling, bound to it."""
-    step = (kind or type(optimizer)).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step.__get__(optimizer)
+def needs_master(dtype: torch.dtype) -> bool:
+    """Whether weights of this type are too coarse for small updates: ``bfloat16`` and ``float16``."""
+    return dtype.is_floating_point and dtype.itemsize == 2
 
 
-def follow_class(optimizer: Optimizer) -> None:
-    """After ``optimizer`` was given another class: let its ``step`` be that class's, hooks and profiling included.
+def probe(optimizer: Optimizer, *, master: bool = False) -> Parts:
+    """Find out whether an optimizer can be stepped in parts, and which state it will keep.
 
-    A scheduler that was made before has put a ``step`` on the instance, which calls the former class's; it is made
-    anew. Relies on ``LRScheduler`` marking it with ``_wrapped_by_lr_sched`` and reading ``_opt_called``.
-
-    Raises:
-        ConfigError: somebody else replaced ``optimizer.step``.
+    Args:
+        optimizer: whose.
+        master: it will step float32 copies of weights of a coarser type; the copy is part of the state.
     """
-    optimizer._patch_step_function()
-    before = vars(optimizer).pop("step", None)
-    if before is None:
-        return
-    if not hasattr(before, "_wrapped_by_lr_sched"):
-        optimizer.step = before
-        raise ConfigError(
-            f"{type(optimizer).__name__}.step was replaced on the object by {before!r}, so that it cannot be paged. "
-            "Subclass the optimizer instead, or set pool.enabled=false."
-        )
-    this = weakref.ref(optimizer)
-
-    @functools.wraps(before)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer = this()
-        optimizer._opt_called = True
-        return type(optimizer).step(optimizer, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True
-    optimizer.step = step
-
-
-@contextmanager
-def only(optimizer: Optimizer, chosen: Collection[torch.Tensor]) -> Iterator[None]:
-    """Inside, the optimizer's param groups hold no parameter but those of ``chosen`` (compared by identity)."""
-    ids = {id(parameter) for parameter in chosen}
-    groups = optimizer.param_groups
-    whole = [group["params"] for group in groups]
-    for group, params in zip(groups, whole, strict=True):
-        group["params"] = [parameter for parameter in params if id(parameter) in ids]
-    try:
-        yield
-    finally:
-        for group, params in zip(groups, whole, strict=True):
-            group["params"] = params
-
-
-def probe(optimizer: Optimizer) -> Parts:
-    """Find out whether an optimizer can be stepped in parts, and which state it will keep."""
     chosen = _chosen(optimizer)
     if not chosen:
         return Parts(True, "", {})
     name = type(optimizer).__name__
-    whole, apart = _Twin(optimizer, chosen), _Twin(optimizer, chosen)
+    stepped = [replace(k, dtype=torch.float32) if master and needs_master(k.dtype) else k for k in chosen]
+    whole, apart = _Twin(optimizer, stepped), _Twin(optimizer, stepped)
     try:
         with torch.random.fork_rng(devices=[]):  # stochastic rounding must not move the run's random numbers
             for step in range(_PROBE_STEPS):
@@ -160,7 +116,48 @@ def probe(optimizer: Optimizer) -> Parts:
             for key, value in whole.optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
         }
+        if parameter.dtype != kind.dtype:
+            like[kind][MASTER] = parameter.dtype
     return Parts(True, "", like)
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether a piece of a parameter can be stepped by itself with the same result, for one that ``probe`` found alone.
+
+    Where it can, a rank's part of a sharded parameter is stepped as a tensor of its own. Adafactor (row means), Muon
+    (matrix products) and LAMB (norms) cannot.
+    """
+    chosen = _chosen(optimizer)
+    whole, cut = _Twin(optimizer, chosen), _Twin(optimizer, chosen)
+    pieces = {p: [torch.nn.Parameter(piece) for piece in _halves(p.detach().clone())] for p in cut.parameters}
+    for group in cut.optimizer.param_groups:
+        group["params"] = [piece for parameter in group["params"] for piece in pieces[parameter]]
+    for parameter, mine in pieces.items():
+        for key, value in cut.optimizer.state.pop(parameter, {}).items():
+            full = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+            for piece, part in zip(mine, _halves(value) if full else [value] * len(mine), strict=True):
+                cut.optimizer.state[piece][key] = _unshared(part)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for step in range(_PROBE_STEPS):
+                whole.give_gradients(step)
+                cut.give_gradients(step)
+                for parameter, mine in pieces.items():
+                    for piece, gradient in zip(mine, _halves(parameter.grad), strict=True):
+                        piece.grad = gradient.clone()
+                bare_step(whole.optimizer)()
+                bare_step(cut.optimizer)()
+    except _PROBE_ERRORS:
+        return False
+    return all(
+        torch.equal(one, torch.cat(list(pieces[other])) if one.dim() else pieces[other][0])
+        for one, other in zip(whole.parameters, cut.parameters, strict=True)
+    )
+
+
+def _halves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Two pieces along the first dim."""
+    return [tensor] if tensor.dim() == 0 else list(tensor.tensor_split(2))
 
 
 def _chosen(optimizer: Optimizer) -> list[ParameterKind]:
@@ -236,11 +233,6 @@ class _Twin:
                 if key != "params" and not _same(groups[0][key], groups[1][key]):
                     return f"{key!r} of group {index}"
         return None
-
-
-def plain_class(optimizer: Optimizer) -> type[Optimizer]:
-    """The optimizer's class, without what pooling put before it."""
-    return getattr(type(optimizer), "memwall_plain_class", type(optimizer))
 
 
 def _unshared(value: Any) -> Any:

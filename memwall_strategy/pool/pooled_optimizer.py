@@ -9,6 +9,8 @@ comes in and that of the last goes out.
 An optimizer whose parameters depend on each other (LBFGS) cannot be stepped in parts: ``optimizer_parts.probe`` finds
 that out beforehand, and it is refused by name where its state does not fit, or left as it is where it does.
 
+Parameters that join later (``add_param_group``) are placed before the next step.
+
 Between steps the state's tensors show where it rests, so that an edit of state on the host counts. What it does not
 do: state that rests on disk shows as tensors without elements in ``optimizer.state``; ``state_dict()`` brings it in.
 """
@@ -23,12 +25,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memwall_strategy.core.block import Block
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.fsdp import local_tensor
-from memwall_strategy.engine.optimizer_parts import Parts, bare_step, follow_class, kind_of, only
+from memwall_strategy.engine.optimizer_parts import needs_master
+from memwall_strategy.engine.optimizer_step import bare_step, follow_class
 from memwall_strategy.pool.early_steps import EarlySteps
-from memwall_strategy.pool.state_pager import StateField, StatePager, UnitState
+from memwall_strategy.pool.state_fields import StateField, UnitState, covers, unit_states
+from memwall_strategy.pool.state_pager import StatePager
+from memwall_strategy.pool.state_placement import StatePlacement
+from memwall_strategy.pool.unit_steps import UnitSteps
+
+__all__ = ["PooledOptimizer", "active_units", "pool_optimizer", "unit_states"]
 
 
 class PooledOptimizer(Optimizer):
@@ -36,12 +43,16 @@ class PooledOptimizer(Optimizer):
 
     Attributes:
         pager: where its state is; ``pager.placement.homes`` says by block.
+        unit_steps: how each unit is stepped.
         early_steps: where units step inside the backward; None where all step after it.
+        follow_groups: places the state of parameters that joined or left; None where nobody does.
         memwall_plain_class: the class that it had before.
     """
 
     pager: StatePager
+    unit_steps: UnitSteps
     early_steps: EarlySteps | None
+    follow_groups: Callable[[], None] | None
     memwall_plain_class: type[Optimizer]
 
     @torch.no_grad()
@@ -50,26 +61,45 @@ class PooledOptimizer(Optimizer):
 
         With ``early_steps``, units step inside the closure's backward, and the others after it.
         """
-        loss, early, units = None, self.early_steps, self.pager.units
+        self._place_newcomers()
+        loss, early = None, self.early_steps
         if closure is not None:
             with torch.enable_grad(), early.armed() if early is not None else nullcontext():
                 loss = closure()
-        if sum(len(group["params"]) for group in self.param_groups) != sum(len(u.parameters) for u in units):
-            raise ConfigError(
-                f"{self.memwall_plain_class.__name__} was given parameters after it was pooled. Add param groups "
-                "before training starts, or set pool.enabled=false."
-            )
-        active = active_units(units)
+        self._place_newcomers()  # a hook between backward and step may add some too
+        active = active_units(self.pager.units)
         for position, index in enumerate(active):
-            self._step_unit(index, active[position + 1 :])
-        self.pager.rest()  # whoever edits the state before the next step edits it where it rests
+            self.unit_steps.step(index, active[position + 1 :], ready=True)
+        self.unit_steps.rest()  # whoever edits the state before the next step edits it where it rests
         return loss
 
-    def _step_unit(self, index: int, upcoming: Sequence[int]) -> None:
-        self.pager.enter(index, upcoming)
-        with only(self, self.pager.units[index].parameters):
-            bare_step(self, self.memwall_plain_class)()
-        self.pager.leave(index)
+    def _step_early(self, index: int, upcoming: Sequence[int]) -> None:
+        self.unit_steps.step(index, upcoming, ready=False)
+
+    def _place_newcomers(self) -> None:
+        if covers(self.pager.units, self):
+            return
+        if self.follow_groups is None:
+            raise ConfigError(
+                f"{self.memwall_plain_class.__name__} was given parameters after it was pooled, and nobody places their "
+                "state. Add param groups before it is pooled, or train through the strategy."
+            )
+        self.follow_groups()
+
+    def replace_state(self, units: Sequence[UnitState], placement: StatePlacement, **options: Any) -> None:
+        """Place the state anew between two steps; ``StatePager.replace`` says how. Slots and desks are made anew."""
+        self.unit_steps.rest()
+        self.unit_steps.close()
+        try:
+            self.pager.replace(units, placement, **options)
+        finally:
+            self._make_steps(in_backward=self.early_steps is not None, **self.unit_steps.options)
+
+    def _make_steps(self, *, in_backward: bool, **options: Any) -> None:
+        if self.early_steps is not None:
+            self.early_steps.close()
+        self.unit_steps = UnitSteps(self, bare_step(self, self.memwall_plain_class), self.pager, **options)
+        self.early_steps = EarlySteps(self.pager.units, self._step_early) if in_backward else None
 
     def prefetch(self) -> None:
         """Start to bring in the state of the units that step first."""
@@ -77,7 +107,7 @@ class PooledOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As ever; what is paged is copied into ordinary memory on the CPU, so that later steps do not change it."""
-        self.pager.rest()
+        self.unit_steps.rest()
         packed = super().state_dict()
         numbers = {id(p): n for n, p in enumerate(p for group in self.param_groups for p in group["params"])}
         for each in self._paged_fields():
@@ -92,15 +122,32 @@ class PooledOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ever; what was loaded then goes to where it rests, unit by unit."""
-        self.pager.rest()
-        super().load_state_dict(state_dict)
+        self._place_newcomers()
+        self.unit_steps.rest()
+        fine = self._take_fine(state_dict) if self.unit_steps.masters is not None else {}
+        super().load_state_dict(state_dict | {"state": {n: e for n, e in state_dict["state"].items() if n not in fine}})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, entries in fine.items():
+            device = parameters[number].device
+            self.state[parameters[number]] = {
+                key: value.detach().to(device, copy=True) if isinstance(value, torch.Tensor) and value.dim() else value
+                for key, value in entries.items()
+            }
         self.pager.adopt()
+
+    def _take_fine(self, state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """State of weights with master copies: torch would round it to the weights' type."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        pairs = zip(numbers, parameters, strict=False)  # torch itself says what does not fit
+        return {n: state_dict["state"][n] for n, p in pairs if needs_master(p.dtype) and n in state_dict["state"]}
 
     # -- for checkpoints, see engine.checkpoint.paged --
 
     def settle_state(self) -> None:
         """Wait until nothing is on its way; every state tensor then shows where it rests."""
-        self.pager.rest()
+        self._place_newcomers()
+        self.unit_steps.rest()
 
     def fetch_state(self, parameter: torch.Tensor, key: str) -> Callable[[], torch.Tensor] | None:
         """How to get a copy of a state tensor that is not in memory; None where it is."""
@@ -134,20 +181,32 @@ class PooledOptimizer(Optimizer):
                 paged have none any more.
         """
         self.pager.close(keep=keep)
+        self.unit_steps.close()
         if self.early_steps is not None:
             self.early_steps.close()
-        del self.early_steps
+        del self.early_steps, self.unit_steps, self.follow_groups
         self.__class__ = self.memwall_plain_class
         follow_class(self)
         del self.pager
         return self
 
 
-def pool_optimizer(optimizer: Optimizer, pager: StatePager, *, in_backward: bool = False) -> PooledOptimizer:
+def pool_optimizer(
+    optimizer: Optimizer,
+    pager: StatePager,
+    *,
+    in_backward: bool = False,
+    follow_groups: Callable[[], None] | None = None,
+    **options: Any,
+) -> PooledOptimizer:
     """Let ``optimizer`` page its state through ``pager``, in place; state that it has goes to where it rests.
 
     Args:
+        optimizer: any that can be stepped in parts.
+        pager: of its state.
         in_backward: units step inside the backward of ``step``'s closure; see ``early_steps``.
+        follow_groups: called when parameters joined or left; places them with ``replace_state``.
+        options: for ``UnitSteps``: master, copies, desks.
     """
     plain = type(optimizer)
     optimizer.__class__ = _pooled_class(plain)
@@ -156,8 +215,8 @@ def pool_optimizer(optimizer: Optimizer, pager: StatePager, *, in_backward: bool
     except BaseException:
         optimizer.__class__ = plain
         raise
-    optimizer.pager = pager
-    optimizer.early_steps = EarlySteps(pager.units, optimizer._step_unit) if in_backward else None
+    optimizer.pager, optimizer.early_steps, optimizer.follow_groups = pager, None, follow_groups
+    optimizer._make_steps(in_backward=in_backward, **options)
     pager.adopt()
     return optimizer
 
@@ -165,29 +224,6 @@ def pool_optimizer(optimizer: Optimizer, pager: StatePager, *, in_backward: bool
 def active_units(units: Sequence[UnitState]) -> list[int]:
     """The units that have a gradient to step with, in order."""
     return [index for index, unit in enumerate(units) if any(p.grad is not None for p in unit.parameters)]
-
-
-def unit_states(
-    optimizer: Optimizer, parts: Parts, unit_of: Callable[[torch.Tensor], tuple[str, str]]
-) -> list[UnitState]:
-    """The optimizer's parameters by unit, with the state that they have or will have.
-
-    Args:
-        parts: what ``probe`` found of this optimizer.
-        unit_of: parameter -> (name of its unit, its own name).
-    """
-    units: dict[str, UnitState] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            unit_name, name = unit_of(parameter)
-            unit = units.setdefault(unit_name, UnitState(unit_name, [], []))
-            unit.parameters.append(parameter)
-            unit.names.append(name)
-            shape = local_tensor(parameter).shape
-            for key, dtype in parts.like.get(kind_of(parameter, index), {}).items():
-                block = Block(unit_name, name, key)
-                unit.fields[block] = StateField(block, parameter, key, dtype, shape)
-    return list(units.values())
 
 
 @cache

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from memwall_strategy.engine.optimizer_parts import _HOOKS, ParameterKind, bare_step, only, probe
+from memwall_strategy.engine.optimizer_parts import _HOOKS, ParameterKind, probe
+from memwall_strategy.engine.optimizer_step import bare_step, only
 
 
 def make(**options: object) -> torch.optim.AdamW:

@@ -33,7 +33,7 @@ from memwall_strategy.engine.checkpoint.model import (
 from memwall_strategy.engine.checkpoint.planner import read_into
 from memwall_strategy.engine.checkpoint.room import OptimizerRoom
 from memwall_strategy.engine.checkpoint.storage import BlockReader
-from memwall_strategy.engine.optimizer_parts import plain_class
+from memwall_strategy.engine.optimizer_step import plain_class
 
 _NAMES_SHOWN = 8  # of each kind, in an error
 

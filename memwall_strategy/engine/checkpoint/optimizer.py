@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from memwall_strategy.core.errors import CheckpointError
 from memwall_strategy.engine.checkpoint.model import ModelState, collect_model
 from memwall_strategy.engine.checkpoint.paged import settle, tie
-from memwall_strategy.engine.optimizer_parts import plain_class
+from memwall_strategy.engine.optimizer_step import plain_class
 
 NOT_OPTIONS = ("params", "param_names")
 """Keys of a param group that are no hyperparameters."""
