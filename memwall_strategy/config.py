@@ -27,6 +27,12 @@ _ENDLESS_BYTES = 2**62
 ACTIVATIONS = ("auto", "keep", "offload", "recompute", "selective")
 """Values of ``PoolConfig.activations``; of a unit all but the first."""
 
+OPTIMIZER_ON = ("auto", "device", "host")
+"""Values of ``PoolConfig.optimizer_on``."""
+
+MASTERS = ("none", "float32")
+"""Values of ``PoolConfig.master``."""
+
 Size = str | int | float
 """``"512MiB"``, ``"8GB"``, an int of bytes, or a float in (0, 1]: that fraction of what is there."""
 
@@ -151,6 +157,16 @@ class PoolConfig:
     """Units whose optimizer state may be on the device at a time while it is paged: one steps, the others come and go.
     More hide slower transfers and take more of ``device_budget``."""
 
+    optimizer_on: str = "auto"
+    """Where units are stepped whose optimizer state rests on the host: ``device`` pages the state in and out;
+    ``host`` leaves it there, so that gradients go down and new weights come up instead (on CPU nothing moves at all);
+    ``auto`` takes the cheaper by the rates measured at set-up. On CPU all give the same bits; on CUDA only ``device``
+    gives those of the unpaged run, the host's kernels round otherwise."""
+
+    master: str = "none"
+    """``float32``: the optimizer steps a float32 copy of each bfloat16 or float16 weight (``bf16-true``), and the
+    weight is rounded from it, so that small updates add up. Copies are optimizer state: counted, paged and saved."""
+
     activations: str = "auto"
     """What every unit does with its activations between forward and backward: ``keep``; ``offload`` to the host tier
     (needs ``host_budget``); ``recompute``; ``selective``: recompute all but matrix products and attention; ``auto``:
@@ -174,6 +190,8 @@ class PoolConfig:
                 "local disk."
             )
         _check_int(self, "optimizer_units", 2)
+        _check_choice(self, "optimizer_on", OPTIMIZER_ON)
+        _check_choice(self, "master", MASTERS)
         if self.activations not in ACTIVATIONS:
             raise ConfigError(
                 f"pool.activations={self.activations!r} is not one of {', '.join(ACTIVATIONS)}."

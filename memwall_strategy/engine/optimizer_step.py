@@ -107,7 +107,7 @@ def only(
 
 
 def stand_in(parameter: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor | None) -> torch.nn.Parameter:
-    """A parameter over other memory: this rank's ``weight`` and ``gradient``, of one type, spread as ``parameter`` is."""
+    """A parameter over other memory: this rank's ``weight`` and ``gradient``, spread as ``parameter`` is."""
     stand = torch.nn.Parameter(spread_like(parameter, weight), requires_grad=parameter.requires_grad)
     if gradient is not None:
         stand.grad = spread_like(parameter, gradient)

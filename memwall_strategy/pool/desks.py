@@ -164,16 +164,17 @@ class Desks:
             return
         groups = self._optimizer.param_groups
         held = [(group, {key: group[key] for key in ("fused", "foreach") if key in group}) for group in groups]
-        scaler = {key: vars(self._optimizer)[key] for key in ("grad_scale", "found_inf") if key in vars(self._optimizer)}
+        own = vars(self._optimizer)
+        scaler = {key: own[key] for key in ("grad_scale", "found_inf") if key in own}
         try:
             for group, options in held:
                 group.update({key: key == "fused" and isinstance(self._optimizer, _FUSED) for key in options})
-            vars(self._optimizer).update({k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in scaler.items()})
+            own.update({k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in scaler.items()})
             yield
         finally:
             for group, options in held:
                 group.update(options)
-            vars(self._optimizer).update(scaler)
+            own.update(scaler)
 
     def rest(self) -> None:
         """Wait until nothing is on its way: the weights are up."""

@@ -87,6 +87,7 @@ class DeviceStore(MemoryStore):
         capacity_bytes: the cap, over the pool's blocks and what is booked for the engine.
         device: ``cpu`` or a CUDA device.
         reserve_bytes: part of the cap that only borrowers get.
+        joins: the tier is open in the table, with the arena of what the engine holds.
     """
 
     tier = Tier.DEVICE
@@ -98,10 +99,13 @@ class DeviceStore(MemoryStore):
         *,
         device: torch.device | str = "cpu",
         reserve_bytes: int = 0,
+        joins: bool = False,
     ) -> None:
         super().__init__(table, Copier(device))
         self.device = torch.device(device)
-        table.open_tier(self.tier, capacity_bytes, reserve_bytes=reserve_bytes)
+        if not joins:
+            table.open_tier(self.tier, capacity_bytes, reserve_bytes=reserve_bytes)
+            table.add_arena(self.tier, ENGINE, BookedArena())
         self._mapping: Mapping | None = None
         self._closed = False
         if self.device.type == "cuda":
@@ -112,7 +116,6 @@ class DeviceStore(MemoryStore):
             self._arena = Arena(self._mapping.nbytes)
             self._arenas["device"] = self._mapping.bytes
             table.add_arena(self.tier, "device", self._arena)
-        table.add_arena(self.tier, ENGINE, BookedArena())
 
     def bytes_of(self, placement: Placement) -> torch.Tensor:
         if self.device.type == "cuda" and placement.bytes:

@@ -3,7 +3,8 @@
 An update below the resolution of ``bfloat16`` would be lost on the weight; on the copy it adds up. The copy is state
 like any other, under the key ``master``: placed, paged and saved block by block. The weight is rounded from it after
 each step. A weight that is no longer its copy rounded was loaded or edited since: the copy then starts anew from it,
-for the whole of this rank's part of that parameter.
+for the whole of this rank's part of that parameter. Other state becomes float32 too; what the optimizer's constructor
+made in the coarse type (Adagrad's sums) is taken over as it is.
 
 The gradients in float32 lie in one scratch buffer, as large as the widest unit needs, made once.
 """

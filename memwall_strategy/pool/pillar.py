@@ -17,33 +17,31 @@ import torch
 from torch.optim import Optimizer
 
 from memwall_strategy.config import PoolConfig, format_size, parse_size
-from memwall_strategy.core.block import Block, Kind, Tier
+from memwall_strategy.core.block import Kind, Tier
 from memwall_strategy.core.errors import ConfigError, MemwallError
 from memwall_strategy.core.lane import Lane
 from memwall_strategy.core.pillar import BasePillar
 from memwall_strategy.engine.capacity import available_device_bytes
-from memwall_strategy.engine.optimizer_parts import Parts, probe
+from memwall_strategy.engine.optimizer_parts import needs_master
 from memwall_strategy.planner import Budgets, ClusterSpec, OptimizerSpec, plan
 from memwall_strategy.planner.memory_plan import schedule_of
 from memwall_strategy.pool.activations import Activations
-from memwall_strategy.pool.arena import PAGE_BYTES, Arena, BookedArena, aligned
+from memwall_strategy.pool.arena import PAGE_BYTES, BookedArena, aligned
 from memwall_strategy.pool.device import ENGINE, DeviceStore
 from memwall_strategy.pool.disk import CHUNK_BYTES, WORKERS, DiskStore
 from memwall_strategy.pool.host import HostStore
 from memwall_strategy.pool.pool import Pool
-from memwall_strategy.pool.pooled_optimizer import PooledOptimizer, pool_optimizer, unit_states
+from memwall_strategy.pool.pooled_optimizer import PooledOptimizer, pool_optimizer
 from memwall_strategy.pool.probe import unused_memory_bytes
-from memwall_strategy.pool.state_pager import PageIn, StatePager, UnitState
+from memwall_strategy.pool.replacing import BESIDE, States, host_room, is_current, place_anew, share_of, tell
+from memwall_strategy.pool.state_homes import group_bytes
+from memwall_strategy.pool.state_pager import PageIn, StatePager
 from memwall_strategy.pool.state_placement import Room, StatePlacement, place_state, slot_bytes
 from memwall_strategy.pool.store import Store
 from memwall_strategy.pool.table import AddressTable
-from memwall_strategy.telemetry.events import EventKind
 
 if TYPE_CHECKING:
     from memwall_strategy.runtime.runtime import Runtime
-
-BESIDE = Block("engine", "weights, gradients, gathered and in flight", "step peak")
-"""What a step needs on the device beside the optimizer's state, as planned; booked for as long as the pool pages."""
 
 _STATE_KINDS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.OPTIMIZER)
 _SMALL_STATE_BYTES = 64
@@ -60,6 +58,8 @@ class PoolPillar(BasePillar):
         table: every pooled block of this rank and where it is.
         pagers: one for each optimizer whose state is booked or paged.
         activations: what each unit does with its activations.
+        trainable: changes when weights are frozen or unfrozen; as of the last placement.
+        staging_bytes: of slots and scratch memory, as the run's account has them.
     """
 
     name = "pool"
@@ -75,6 +75,8 @@ class PoolPillar(BasePillar):
         self._entries = 0
         self._figures: dict[str, float] = {}
         self._budget_bytes: int | None = None
+        self.staging_bytes = 0
+        self.trainable = 0
 
     @property
     def stores(self) -> dict[Tier, Store]:
@@ -107,60 +109,79 @@ class PoolPillar(BasePillar):
         self._release()
         self.table = AddressTable(self.table.rank)
         self._optimizers = list(runtime.optimizers)
-        parts = [probe(optimizer) for optimizer in self._optimizers]
+        states = self._states(runtime)
         early = _steps_in_backward(runtime)
-        if early and (why := next((p.reason for p in parts if not p.alone), None)):
+        if early and (why := next((p.reason for p in states.parts if not p.alone), None)):
             raise ConfigError(f"overlap.optimizer_in_backward=true: {why}. Leave it out, or use AdamW, say.")
-        names = _unit_of(runtime)
-        units = [unit_states(o, p, names) for o, p in zip(self._optimizers, parts, strict=True)]
-        pageable = [list(each) if p.alone else [] for each, p in zip(units, parts, strict=True)]
-        placement, beside_bytes = self._place(runtime, pageable, units, parts)
-        if placement.slots == 0:
+        placement, beside_bytes = self._place(runtime, states)
+        if all(home is Tier.DEVICE for home in placement.homes.values()):
             self.table.open_tier(Tier.DEVICE, self._budget_bytes or available_device_bytes(runtime.device))
             self.table.add_arena(Tier.DEVICE, ENGINE, BookedArena())
-            pool = None
         else:
-            pool = self._pool = self._open(runtime, placement, pageable, beside_bytes)
-        for index, (optimizer, its_units) in enumerate(zip(self._optimizers, units, strict=True)):
-            homes = {b: placement.homes.get(b, Tier.DEVICE) for unit in its_units for b in unit.fields}
-            pages = any(home is not Tier.DEVICE for home in homes.values())
-            its = StatePlacement(homes, self.config.optimizer_units if pages else 0, placement.slot_bytes)
-            lanes = (pool.page_in, pool.page_out) if pool else (None, None)
+            self._pool = self._open(runtime, placement, states, beside_bytes)
+        for index, (optimizer, its_units) in enumerate(zip(self._optimizers, states.units, strict=True)):
+            lanes = self.lanes or (None, None)
             pager = StatePager(
-                optimizer, its_units, its, table=self.table, stores=self.stores,
-                page_in=lanes[0], page_out=lanes[1], name=f"optimizer {index}",
+                optimizer, its_units, share_of(self, placement, its_units), table=self.table, stores=self.stores,
+                page_in=lanes[0], page_out=lanes[1], name=f"optimizer {index}", at_home=states.at_home[index],
             )  # fmt: skip
             self.pagers.append(pager)
-            if pages or early:
-                pool_optimizer(optimizer, pager, in_backward=early)
-        sizes = {block: size for each in units for unit in each for block, size in unit.sizes().items()}
-        bytes_in = {t: sum(sizes[b] for b, home in placement.homes.items() if home is t) for t in Tier}
-        runtime.events.emit(
-            EventKind.STATE_PLACED, device_bytes=bytes_in[Tier.DEVICE], host_bytes=bytes_in[Tier.HOST],
-            disk_bytes=bytes_in[Tier.DISK], slots=placement.slots, slot_bytes=placement.slot_bytes,
-        )  # fmt: skip
-        if pool is not None and runtime.memory is not None:
-            for store in self.stores.values():
-                for storage in store.storages():
-                    runtime.memory.ignore(storage)
-            runtime.memory.add(Kind.STAGING, self.table.balance(Tier.DEVICE, kind=Kind.STAGING).bytes)
+            self._pool_optimizer(runtime, index, states)
+        if self._pool is not None:
+            self._take_stores(runtime, self._pool.stores)
+        tell(self, runtime, placement, states)
+
+    def _states(self, runtime: Runtime) -> States:
+        return States.of(self._optimizers, _unit_of(runtime), self.config, runtime.device)
+
+    def _pool_optimizer(self, runtime: Runtime, index: int, states: States) -> None:
+        """Let an optimizer step unit by unit, where something asks for it."""
+        pager, early = self.pagers[index], _steps_in_backward(runtime)
+        pages = any(pager.homes.paged)
+        master = states.master and any(needs_master(p.dtype) for unit in pager.units for p in unit.parameters)
+        if pages or early or master:
+            pool_optimizer(
+                pager.optimizer, pager, in_backward=early, master=master, copies=states.copies,
+                desks=self.config.optimizer_units, follow_groups=self.replace_state,
+            )  # fmt: skip
+
+    def replace_state(self, device_bytes: int | None = None) -> None:
+        """Place the optimizers' state anew between two steps; see ``replacing.place_anew``.
+
+        Args:
+            device_bytes: most that the device may hold from now on; ``pool.device_budget`` where None.
+
+        Raises:
+            ConfigError: it does not fit; the state rests where it did.
+        """
+        place_anew(self, self._runtime, device_bytes)
+
+    def _take_stores(self, runtime: Runtime, stores: dict[Tier, Store]) -> None:
+        """Keep stores that were opened or extended; their memory is the pool's account's affair."""
+        if self._pool is None:
+            trace = runtime.config.overlap.trace
+            self._pool = Pool(self.table, list(stores.values()), timeout_s=runtime.config.timeout_s, record_spans=trace)
+        self._pool.stores.update(stores)
+        if runtime.memory is not None:
+            for storage in (storage for store in stores.values() for storage in store.storages()):
+                runtime.memory.ignore(storage)
 
     def _place(
         self,
         runtime: Runtime,
-        pageable: Sequence[Sequence[UnitState]],
-        units: Sequence[Sequence[UnitState]],
-        parts: Sequence[Parts],
+        states: States,
+        budget_bytes: int | None = None,
     ) -> tuple[StatePlacement, int]:
         """Where every block rests, and the device bytes that the step needs beside the state."""
+        pageable, units, parts = states.pageable, states.units, states.parts
         flat = [unit.sizes() for each in pageable for unit in each]
         everything = StatePlacement({b: Tier.DEVICE for unit in flat for b in unit})
-        self._budget_bytes = runtime.budget_bytes
+        self._budget_bytes = runtime.budget_bytes if budget_bytes is None else budget_bytes
         if self._budget_bytes is None:
             return everything, 0
         beside_bytes = bytes_beside_state(runtime)
         whole = [p.reason for p in parts if not p.alone]
-        fixed = sum(_SMALL_STATE_BYTES * len(unit.parameters) for each in units for unit in each)
+        fixed = sum(_SMALL_STATE_BYTES * len(unit.parameters) for each in units for unit in each) + states.scratch_bytes
         device_bytes = self._budget_bytes - beside_bytes
         needed = sum(sum(unit.values()) for unit in flat)
         if needed + fixed > device_bytes and whole:
@@ -170,8 +191,13 @@ class PoolPillar(BasePillar):
                 "steps each parameter by itself, such as AdamW."
             )
         paging = sum(1 for each in pageable if each)
-        room = Room(device_bytes, self._host_bytes(), self._disk_bytes(), fixed)
-        return place_state(flat, room, slots=self.config.optimizer_units * max(1, paging)), beside_bytes
+        host_bytes = host_room(self) - states.desk_bytes(self.config.optimizer_units)
+        room = Room(device_bytes, max(0, host_bytes), self._disk_bytes(), fixed)
+        placement = place_state(
+            flat, room, slots=self.config.optimizer_units * max(1, paging),
+            at_home=states.flat_at_home(), split=not states.copies,
+        )  # fmt: skip
+        return placement, beside_bytes
 
     def _host_bytes(self, held_bytes: int = 0) -> int:
         unused = unused_memory_bytes() + held_bytes
@@ -184,19 +210,20 @@ class PoolPillar(BasePillar):
         return parse_size(self.config.disk_budget, option="pool.disk_budget", available_bytes=2**62)
 
     def _open(
-        self, runtime: Runtime, placement: StatePlacement, pageable: Sequence[Sequence[UnitState]], beside_bytes: int
+        self, runtime: Runtime, placement: StatePlacement, states: States, beside_bytes: int
     ) -> Pool:
         """Open the tiers, each as large as what rests there."""
         groups = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
-        for unit in (unit for each in pageable for unit in each):
+        for unit in (unit for each in states.pageable for unit in each):
             for tier in groups:
                 sizes = [size for block, size in unit.sizes().items() if placement.homes[block] is tier]
-                groups[tier] += _group_bytes(sizes)
+                groups[tier] += group_bytes(sizes)
         timeout_s = runtime.config.timeout_s
         stores: list[Store] = [DeviceStore(self.table, self._budget_bytes, device=runtime.device)]
         try:
             self.table.book(BESIDE, beside_bytes, Tier.DEVICE, 0, arena=ENGINE)
             staging = (WORKERS + 1) * CHUNK_BYTES if groups[Tier.DISK] else 0
+            staging += states.desk_bytes(self.config.optimizer_units)
             if groups[Tier.HOST] + staging:
                 stores.append(HostStore(self.table, _pages(groups[Tier.HOST]) + staging, device=runtime.device))
             if groups[Tier.DISK]:
@@ -243,11 +270,13 @@ class PoolPillar(BasePillar):
     def before_step(self, runtime: Runtime) -> None:
         """The first units' state comes in while the forward runs."""
         self.activations.before_step()
+        if not is_current(self, runtime):
+            self.replace_state()
         if self._pool is not None:
             self._pool.page_in.take_stats()
             self._pool.page_out.take_stats()
             for pager in self.pagers:
-                if pager.placement.slots:
+                if isinstance(pager.optimizer, PooledOptimizer):
                     pager.optimizer.prefetch()
 
     def after_step(self, runtime: Runtime) -> None:
@@ -255,7 +284,7 @@ class PoolPillar(BasePillar):
         if entries != self._entries:  # an optimizer that is not paged made state: book it
             self._entries = entries
             for pager in self.pagers:
-                if not pager.placement.slots:
+                if not isinstance(pager.optimizer, PooledOptimizer):
                     pager.adopt()
         self._figures = self._measure()
 
@@ -289,6 +318,8 @@ class PoolPillar(BasePillar):
         if self._pool is not None:
             self._pool.reset()
             for pager in self.pagers:
+                if isinstance(pager.optimizer, PooledOptimizer):
+                    pager.optimizer.unit_steps.forget()
                 pager.forget()
         self.activations.forget()
 
@@ -323,7 +354,7 @@ class PoolPillar(BasePillar):
                 "it; load one before you train on with this optimizer.",
                 stacklevel=2,
             )
-        self.pagers, self._optimizers = [], []
+        self.pagers, self._optimizers, self.staging_bytes = [], [], 0
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -389,12 +420,6 @@ def _unit_of(runtime: Runtime) -> Callable[[torch.Tensor], tuple[str, str]]:
         return unit_of.get(name, "root"), name
 
     return find
-
-
-def _group_bytes(sizes: Sequence[int]) -> int:
-    """What an arena holds for blocks that lie together: large ones on pages, small ones behind them."""
-    rule = Arena(0)
-    return aligned(sum(rule.held(size) for size in sizes), PAGE_BYTES)
 
 
 def _pages(nbytes: int) -> int:

@@ -81,8 +81,8 @@ class PooledOptimizer(Optimizer):
             return
         if self.follow_groups is None:
             raise ConfigError(
-                f"{self.memwall_plain_class.__name__} was given parameters after it was pooled, and nobody places their "
-                "state. Add param groups before it is pooled, or train through the strategy."
+                f"{self.memwall_plain_class.__name__} was given parameters after it was pooled, and nobody "
+                "places their state. Add param groups before it is pooled, or train through the strategy."
             )
         self.follow_groups()
 

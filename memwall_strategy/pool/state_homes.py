@@ -293,9 +293,10 @@ class StateHomes:
 
     def book_resident(self, unit: UnitState) -> None:
         """Note where torch holds what rests on the device, step counters and the like included."""
+        found: dict[Block, torch.Tensor] = {}
         for block, each in unit.fields.items():
             if each.nbytes and self.tier_of(block) is Tier.DEVICE and (local := self.local(each)) is not None:
-                self._book_on_device(block, local)
+                found[block] = local
         for parameter, name in zip(unit.parameters, unit.names, strict=True):
             state = self.optimizer.state.get(parameter)
             if not state or self._entries_seen.get(parameter) == len(state):
@@ -304,16 +305,14 @@ class StateHomes:
             for key, value in state.items():
                 block = Block(unit.name, name, key)
                 if isinstance(value, torch.Tensor) and value.numel() and block not in unit.fields:
-                    self._book_on_device(block, local_tensor(value))
-
-    def _book_on_device(self, block: Block, local: torch.Tensor) -> None:
-        """Note where torch holds a block, again when the optimizer made it anew."""
-        if block in self.table:
-            if self.table.locate(block).offset == local.data_ptr():
-                return
+                    found[block] = local_tensor(value)
+        moved = {b: t for b, t in found.items() if b not in self.table or self.table.locate(b).offset != t.data_ptr()}
+        for block in moved.keys() & self._booked:  # the optimizer made it anew; all first: addresses are used again
             self.table.drop(block)
-        self.table.book(block, local.nbytes, Tier.DEVICE, local.data_ptr(), arena=ENGINE)
-        self._booked.add(block)
+            self._booked.discard(block)
+        for block, local in moved.items():
+            self.table.book(block, local.nbytes, Tier.DEVICE, local.data_ptr(), arena=ENGINE)
+            self._booked.add(block)
 
 
 def offsets(fields: Iterable[StateField]) -> tuple[dict[Block, int], int]:

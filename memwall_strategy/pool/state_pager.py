@@ -159,11 +159,16 @@ class StatePager:
     def adopt(self) -> None:
         """Take over state that others made (``load_state_dict``, a constructor): unit by unit to where it rests."""
         self.rest()
+        self.homes.forget_resident()  # all of it: memory that one block left may be another's now
         for index, unit in enumerate(self.homes.units):
             self.homes.convert(unit)
             self.leave(index)
 
     # -- between steps --
+
+    def attach(self, stores: Mapping[Tier, Store], lanes: Sequence[Lane]) -> None:
+        """Take over stores and lanes (in, out) that were opened since, before ``replace``."""
+        self.homes.stores, self.lanes = stores, tuple(lanes) or (None, None)
 
     def replace(
         self,
@@ -209,6 +214,10 @@ class StatePager:
     def field_of(self, parameter: torch.Tensor, key: str) -> StateField | None:
         """The field that a state tensor is; None for what is never paged."""
         return self.homes.field_of(parameter, key)
+
+    def owns(self, block: Block) -> bool:
+        """Whether a block is state of this optimizer that rests off the device."""
+        return any(block in paged for paged in self.homes.paged)
 
     def is_paged(self, block: Block) -> bool:
         """Whether a block rests off the device now."""

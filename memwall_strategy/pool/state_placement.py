@@ -9,11 +9,14 @@ is kept is spread over all units alike, block by block, because
 
 The order in which blocks are kept does not depend on the room, so that the bytes kept grow with the room, to within one
 block of it.
+
+Units that can be stepped where their state rests on the host need no slot. Where device and host have room for
+everything in this way, it is done in this way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -58,13 +61,22 @@ def slot_bytes(sizes: Sequence[int]) -> int:
     return sum(aligned(size, GRANULE_BYTES) for size in sizes)
 
 
-def place_state(units: Sequence[Mapping[Block, int]], room: Room, *, slots: int) -> StatePlacement:
+def place_state(
+    units: Sequence[Mapping[Block, int]],
+    room: Room,
+    *,
+    slots: int,
+    at_home: Collection[int] = (),
+    split: bool = True,
+) -> StatePlacement:
     """Decide where every block of the optimizer's state rests.
 
     Args:
         units: for each unit, in the order in which they step, its blocks with their sizes in bytes.
         room: what the tiers have.
         slots: units whose state may be on its way at a time, at least 2: one steps while the next comes in.
+        at_home: indices of the units that can be stepped where their state rests on the host.
+        split: such a unit may have a part of its state on the device (the two are one kind of memory).
 
     Raises:
         ConfigError: no placement fits; says which block, which tier, how much is missing and which option helps.
@@ -77,6 +89,8 @@ def place_state(units: Sequence[Mapping[Block, int]], room: Room, *, slots: int)
         return StatePlacement(dict.fromkeys(sizes, Tier.DEVICE))
 
     order = _spread(units)
+    if at_home and (found := _without_slots(units, order, room, device_bytes, at_home, split)) is not None:
+        return found
     kept, width = _keep(units, order, device_bytes, slots)
     placement = StatePlacement(dict.fromkeys(order[:kept], Tier.DEVICE), slots, width)
     short = placement.staging_bytes - device_bytes
@@ -99,6 +113,34 @@ def place_state(units: Sequence[Mapping[Block, int]], room: Room, *, slots: int)
         left[tier] -= aligned(held, GRANULE_BYTES)
         placement.homes[block] = tier
     return placement
+
+
+def _without_slots(
+    units: Sequence[Mapping[Block, int]],
+    order: Sequence[Block],
+    room: Room,
+    device_bytes: int,
+    at_home: Collection[int],
+    split: bool,
+) -> StatePlacement | None:
+    """Everything on device and host, what is on the host stepped there; None where that has no room."""
+    held = {block: aligned(size, GRANULE_BYTES) for unit in units for block, size in unit.items()}
+    unit_of = {block: index for index, unit in enumerate(units) for block in unit}
+    homes = {block: Tier.DEVICE for block in order if unit_of[block] not in at_home}
+    left = device_bytes - sum(held[block] for block in homes)
+    if left < 0:
+        return None
+    parts = [[block] for block in order] if split else [list(unit) for unit in units]
+    full = False
+    for part in parts:
+        if part and part[0] not in homes:
+            needed = sum(held[block] for block in part)
+            full = full or needed > left  # for good, so that what is kept grows with the room
+            left -= 0 if full else needed
+            homes |= dict.fromkeys(part, Tier.HOST if full else Tier.DEVICE)
+    if sum(held[block] for block, home in homes.items() if home is Tier.HOST) > room.host_bytes:
+        return None
+    return StatePlacement(homes)
 
 
 def _spread(units: Sequence[Mapping[Block, int]]) -> list[Block]:

@@ -72,7 +72,9 @@ def pool_of(variant: str, task: dict[str, Any], budget_bytes: int | None) -> Poo
         case "device":
             return PoolConfig()
         case "host" | "host, in backward":
-            return PoolConfig(device_budget=budget_bytes, host_budget="2GiB")
+            return PoolConfig(device_budget=budget_bytes, host_budget="2GiB", optimizer_on="device")
+        case "host, stepped there":
+            return PoolConfig(device_budget=budget_bytes, host_budget="2GiB", optimizer_on="host")
         case "disk":
             return PoolConfig(device_budget=budget_bytes, host_budget=0, disk_budget="2GiB", disk_path=task["folder"])
     raise ValueError(variant)

@@ -15,7 +15,8 @@ from memwall_strategy.pool.device import DeviceStore
 from memwall_strategy.pool.disk import DiskStore
 from memwall_strategy.pool.host import HostStore
 from memwall_strategy.pool.pool import Pool
-from memwall_strategy.pool.pooled_optimizer import PooledOptimizer, pool_optimizer, unit_states
+from memwall_strategy.pool.pooled_optimizer import PooledOptimizer, pool_optimizer
+from memwall_strategy.pool.state_fields import unit_states
 from memwall_strategy.pool.state_pager import StatePager
 from memwall_strategy.pool.state_placement import Room, place_state
 from memwall_strategy.pool.table import AddressTable
@@ -78,9 +79,17 @@ def pooled(
     disk: int = 0,
     folder: Path | None = None,
     slots: int = 2,
+    at_home: bool = False,
+    split: bool = True,
+    **options: Any,
 ) -> Iterator[tuple[PooledOptimizer, Pool]]:
-    """Page ``optimizer``'s state under these budgets (a float: share of the state); all is closed at the end."""
-    parts = probe(optimizer)
+    """Page ``optimizer``'s state under these budgets (a float: share of the state); all is closed at the end.
+
+    Args:
+        at_home: state on the host is stepped there; ``split``: see ``place_state``.
+        options: for ``pool_optimizer``.
+    """
+    parts = probe(optimizer, master=options.get("master", False))
     assert parts.alone, parts.reason
     units = unit_states(optimizer, parts, unit_of_net(net))
     total = sum(sum(unit.sizes().values()) for unit in units)
@@ -92,15 +101,18 @@ def pooled(
     if disk:
         stores.append(DiskStore(table, disk, folder, host=stores[-1]))
     pool = Pool(table, stores, timeout_s=20.0)
-    placement = place_state([unit.sizes() for unit in units], Room(device, host, disk), slots=slots)
+    there = range(len(units)) if at_home else ()
+    sizes = [unit.sizes() for unit in units]
+    placement = place_state(sizes, Room(device, host, disk), slots=slots, at_home=there, split=split)
     pager = StatePager(
-        optimizer, units, placement, table=table, stores=pool.stores, page_in=pool.page_in, page_out=pool.page_out
-    )
-    made = pool_optimizer(optimizer, pager)
+        optimizer, units, placement, table=table, stores=pool.stores, page_in=pool.page_in, page_out=pool.page_out,
+        at_home=[units[index].name for index in there],
+    )  # fmt: skip
+    made = pool_optimizer(optimizer, pager, **options)
     try:
         yield made, pool
         table.check()
     finally:
         if isinstance(made, PooledOptimizer):
-            pager.close(keep=False)
+            made.unpool(keep=False)
         pool.close()

@@ -1,0 +1,241 @@
+"""Placing the optimizers' state: what there is to place, and placing it anew between two steps.
+
+Anew means: parameters joined (``add_param_group``) or left, weights were frozen or unfrozen, so that a step needs more
+or less beside the state, or the device has another room for it. Blocks go from home to home, one at a time; what stays
+where it is is not touched. Tiers that were not needed before are opened, the host tier is extended; the disk tier's
+file keeps the size that it was made with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from memwall_strategy.config import PoolConfig, format_size
+from memwall_strategy.core.block import Block, Kind, Tier
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.engine.optimizer_parts import Parts, probe
+from memwall_strategy.planner.specs import ModelSpec, UnitSpec
+from memwall_strategy.pool.arithmetic import staging_on_host, units_at_home
+from memwall_strategy.pool.device import ENGINE, DeviceStore
+from memwall_strategy.pool.disk import CHUNK_BYTES, WORKERS, DiskStore
+from memwall_strategy.pool.host import HostStore
+from memwall_strategy.pool.master_copies import scratch_bytes
+from memwall_strategy.pool.pooled_optimizer import PooledOptimizer
+from memwall_strategy.pool.slots import SLOT_UNIT
+from memwall_strategy.pool.state_fields import UnitState, covers, unit_states
+from memwall_strategy.pool.state_homes import group_bytes
+from memwall_strategy.pool.state_placement import StatePlacement
+from memwall_strategy.telemetry.events import EventKind
+
+if TYPE_CHECKING:
+    from memwall_strategy.pool.pillar import PoolPillar
+    from memwall_strategy.runtime.runtime import Runtime
+
+
+BESIDE = Block("engine", "weights, gradients, gathered and in flight", "step peak")
+"""What a step needs on the device beside the optimizer's state, as planned; booked for as long as the pool pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What the optimizers keep, an entry for each optimizer.
+
+    Attributes:
+        parts: what ``probe`` found.
+        units: their parameters and state by unit.
+        pageable: the same, nothing where an optimizer cannot be stepped in parts.
+        at_home: names of the units that may be stepped where their state rests on the host.
+        master: coarse weights have float32 copies.
+        copies: units on the host are stepped on copies, since the weights are on another device.
+    """
+
+    parts: list[Parts]
+    units: list[list[UnitState]]
+    pageable: list[list[UnitState]]
+    at_home: list[frozenset[str]]
+    master: bool
+    copies: bool
+
+    @classmethod
+    def of(cls, optimizers: Sequence[Optimizer], unit_of: Any, config: PoolConfig, device: torch.device) -> States:
+        """Look at the optimizers of a run.
+
+        Raises:
+            ConfigError: master copies, or arithmetic on the host, for an optimizer that has neither.
+        """
+        master = config.master != "none"
+        parts = [probe(optimizer, master=master) for optimizer in optimizers]
+        if master and (why := next((p.reason for p in parts if not p.alone), None)):
+            raise ConfigError(f"pool.master={config.master!r}: {why}. Set pool.master='none', or use AdamW, say.")
+        units = [unit_states(o, p, unit_of) for o, p in zip(optimizers, parts, strict=True)]
+        pageable = [each if p.alone else [] for each, p in zip(units, parts, strict=True)]
+        where = "device" if config.device_budget is None else config.optimizer_on
+        at_home = units_at_home(optimizers, pageable, device, where=where)
+        return cls(parts, units, pageable, at_home, master, device.type != "cpu")
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Device bytes of float32 gradients, see ``master_copies``."""
+        return sum(scratch_bytes(each) for each in self.pageable) if self.master else 0
+
+    def desk_bytes(self, desks: int) -> int:
+        """Host bytes of all desks, at most."""
+        if not self.copies:
+            return 0
+        pairs = zip(self.pageable, self.at_home, strict=True)
+        return sum(staging_on_host(each, names, master=self.master, desks=desks) for each, names in pairs)
+
+    def flat_at_home(self) -> set[int]:
+        """Indices of ``at_home`` in the list of all pageable units, one optimizer behind the other."""
+        flat = [unit.name in names for each, names in zip(self.pageable, self.at_home, strict=True) for unit in each]
+        return {index for index, there in enumerate(flat) if there}
+
+
+def is_current(pillar: PoolPillar, runtime: Runtime) -> bool:
+    """Whether the state is placed for the parameters and the frozen weights that there are."""
+    return pillar.trainable == trainable_of(runtime) and all(
+        covers(pager.units, pager.optimizer) for pager in pillar.pagers
+    )
+
+
+def trainable_of(runtime: Runtime) -> int:
+    """A number that changes when weights are frozen or unfrozen."""
+    return hash(tuple(parameter.requires_grad for parameter in runtime.model.parameters()))
+
+
+def place_anew(pillar: PoolPillar, runtime: Runtime, device_bytes: int | None = None) -> None:
+    """Place the state of all optimizers anew; nothing may be stepping.
+
+    Args:
+        pillar: whose.
+        runtime: of the run.
+        device_bytes: most that the device may hold, ``pool.device_budget`` where None.
+
+    Raises:
+        ConfigError: it does not fit anywhere; says what is missing and which option helps. The state rests where it
+            did.
+    """
+    for pager in pillar.pagers:
+        if isinstance(pager.optimizer, PooledOptimizer):
+            pager.optimizer.unit_steps.rest()
+    if runtime.model_spec is not None:
+        runtime.model_spec = _with_trainable(runtime.model_spec, runtime.model)
+    states = pillar._states(runtime)
+    placement, beside_bytes = pillar._place(runtime, states, device_bytes)
+    pages = any(home is not Tier.DEVICE for home in placement.homes.values())
+    before = _book_beside(pillar, None)
+    try:
+        if pages:
+            _open_tiers(pillar, runtime, placement, states)
+        for index, pager in enumerate(list(pillar.pagers)):
+            its = share_of(pillar, placement, states.units[index])
+            options = {"at_home": states.at_home[index], "make_room": lambda t, n: _make_room(pillar, runtime, t, n)}
+            pager.attach(pillar.stores, pillar.lanes)
+            if isinstance(pager.optimizer, PooledOptimizer):
+                pager.optimizer.replace_state(states.units[index], its, **options)
+            else:
+                pager.replace(states.units[index], its, **options)
+                pillar._pool_optimizer(runtime, index, states)
+    except BaseException:
+        _book_beside(pillar, before)
+        raise
+    _book_beside(pillar, beside_bytes if pages else None)
+    tell(pillar, runtime, placement, states)
+
+
+def _with_trainable(spec: ModelSpec, model: torch.nn.Module) -> ModelSpec:
+    """The spec with the weights that are frozen now."""
+    trains = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+    def renew(unit: UnitSpec) -> UnitSpec:
+        return replace(
+            unit, parameters=tuple(replace(p, trainable=trains.get(p.name, p.trainable)) for p in unit.parameters)
+        )
+
+    return replace(
+        spec, units=tuple(renew(unit) for unit in spec.units), root=renew(spec.root) if spec.root is not None else None
+    )
+
+
+def _open_tiers(pillar: PoolPillar, runtime: Runtime, placement: StatePlacement, states: States) -> None:
+    """Open what is not open yet, and let the host tier hold what will rest there."""
+    stores, table = pillar.stores, pillar.table
+    needed = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
+    for unit in (unit for each in states.pageable for unit in each):
+        for tier in needed:
+            sizes = {b: n for b, n in unit.sizes().items() if placement.homes[b] is tier}
+            new = (n for b, n in sizes.items() if b not in table or table.locate(b).tier is not tier)
+            needed[tier] += group_bytes(new)
+    staging = (WORKERS + 1) * CHUNK_BYTES if needed[Tier.DISK] and Tier.DISK not in stores else 0
+    desks = sum(p.held_bytes for b, p in table if b.unit == SLOT_UNIT and ".desk" in b.parameter)
+    host_bytes = needed[Tier.HOST] + staging + max(0, states.desk_bytes(pillar.config.optimizer_units) - desks)
+    made = dict(stores)
+    if Tier.DEVICE not in made:
+        capacity = table.capacity_bytes(Tier.DEVICE)
+        made[Tier.DEVICE] = DeviceStore(table, capacity, device=runtime.device, joins=True)
+    if Tier.HOST not in made and host_bytes:
+        made[Tier.HOST] = HostStore(table, host_bytes, device=runtime.device)
+    elif host_bytes > (free := table.free_bytes(Tier.HOST)):
+        made[Tier.HOST].extend(host_bytes - free)
+    if needed[Tier.DISK] and Tier.DISK not in made:
+        made[Tier.DISK] = DiskStore(table, needed[Tier.DISK], pillar._folder(), host=made[Tier.HOST])
+    pillar._take_stores(runtime, made)
+
+
+def _make_room(pillar: PoolPillar, runtime: Runtime, tier: Tier, nbytes: int) -> None:
+    """The host tier grows; the disk's file does not."""
+    if tier is not Tier.HOST:
+        raise ConfigError(
+            f"optimizer state that came after the start needs {format_size(nbytes)} more on disk, whose file was made "
+            "with what was needed then. Raise pool.host_budget, or add the param groups before training starts."
+        )
+    pillar.stores[Tier.HOST].extend(nbytes)
+    pillar._take_stores(runtime, pillar.stores)
+
+
+def share_of(pillar: PoolPillar, placement: StatePlacement, units: Sequence[UnitState]) -> StatePlacement:
+    """One optimizer's part of the placement of all."""
+    homes = {b: placement.homes.get(b, Tier.DEVICE) for unit in units for b in unit.fields}
+    pages = placement.slots and any(home is not Tier.DEVICE for home in homes.values())
+    return StatePlacement(homes, pillar.config.optimizer_units if pages else 0, placement.slot_bytes)
+
+
+def host_room(pillar: PoolPillar) -> int:
+    """Host bytes that optimizer state may take, what it has now included."""
+    host, table = pillar.stores.get(Tier.HOST), pillar.table
+    if not isinstance(host, HostStore):
+        return pillar._host_bytes()
+    state = sum(p.held_bytes for b, p in table if p.tier is Tier.HOST and any(pager.owns(b) for pager in pillar.pagers))
+    others = table.used_bytes(Tier.HOST) - table.used_bytes(Tier.HOST, kind=Kind.STAGING) - state
+    return pillar._host_bytes(host.mapped_bytes) - others
+
+
+def tell(pillar: PoolPillar, runtime: Runtime, placement: StatePlacement, states: States) -> None:
+    """After a placement: the event, and the account's share of slots and scratch memory."""
+    pillar.trainable = trainable_of(runtime)
+    sizes = {block: size for each in states.units for unit in each for block, size in unit.sizes().items()}
+    bytes_in = {t: sum(sizes[b] for b, home in placement.homes.items() if home is t) for t in Tier}
+    runtime.events.emit(
+        EventKind.STATE_PLACED, device_bytes=bytes_in[Tier.DEVICE], host_bytes=bytes_in[Tier.HOST],
+        disk_bytes=bytes_in[Tier.DISK], slots=placement.slots, slot_bytes=placement.slot_bytes,
+    )  # fmt: skip
+    if runtime.memory is not None:
+        staging = pillar.table.balance(Tier.DEVICE, kind=Kind.STAGING).bytes
+        runtime.memory.add(Kind.STAGING, staging - pillar.staging_bytes)
+        pillar.staging_bytes = staging
+
+
+def _book_beside(pillar: PoolPillar, nbytes: int | None) -> int | None:
+    """Book what a step needs beside the state, None for nothing; returns what was booked."""
+    table = pillar.table
+    before = table.locate(BESIDE).bytes if BESIDE in table else None
+    if before is not None:
+        table.drop(BESIDE)
+    if nbytes is not None:
+        table.book(BESIDE, nbytes, Tier.DEVICE, 0, arena=ENGINE)
+    return before
