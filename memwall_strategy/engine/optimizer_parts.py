@@ -208,7 +208,8 @@ class _Twin:
                 continue
             for key, value in optimizer.state[like].items():
                 if isinstance(value, torch.Tensor):
-                    full = value.shape == like.shape and value.dim() > 0
+                    here = value.numel() > 0 or like.numel() == 0  # else it rests elsewhere: what does has this shape
+                    full = (value.shape == like.shape or not here) and value.dim() > 0
                     shape = mine.shape if full else local_tensor(value).shape
                     value = torch.zeros(shape, dtype=value.dtype)
                 self.optimizer.state[mine][key] = value

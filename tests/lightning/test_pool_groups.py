@@ -1,0 +1,101 @@
+"""Weights that are unfrozen, and param groups that join, under the Trainer with paged state."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+
+from memwall_strategy import MemwallStrategy, PoolConfig
+from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.pool.pooled_optimizer import PooledOptimizer
+from tests.lightning.checks import Here, on_ranks
+from tests.lightning.models import Gpt, make_loader, make_trainer, module_class
+
+FROZEN = ("blocks.0.", "blocks.1.", "token")
+
+
+class Finetune(BaseFinetuning):
+    """Everything below the third block is frozen, and joins in a group of its own with the second epoch."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        for parameter in late(module):
+            parameter.requires_grad_(False)
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            for parameter in late(module):
+                parameter.requires_grad_(True)
+            optimizer.add_param_group({"params": late(module), "lr": optimizer.param_groups[0]["lr"] / 10})
+
+
+def late(module: Any) -> list[torch.nn.Parameter]:
+    """Parameters that join; frozen from the start."""
+    return [p for n, p in module.named_parameters() if any(part in n for part in FROZEN)]
+
+
+def run(here: Here, pool: PoolConfig, folder: Path | None = None, resume: Path | None = None, **options: Any) -> Any:
+    torch.manual_seed(1)
+
+    class Tuned(module_class("lightning")):
+        def configure_optimizers(self) -> Any:
+            rest = [p for p in self.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(rest, lr=1e-2)
+            rate = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
+
+        def on_train_epoch_end(self) -> None:
+            self.seen = look(self.trainer)
+            if folder is not None and self.current_epoch == 1:
+                self.trainer.save_checkpoint(folder / "at.ckpt")
+
+    module = Tuned(Gpt(6), "adamw")
+    trainer = make_trainer(
+        here.world, strategy=MemwallStrategy(pool=pool, timeout_s=60.0), callbacks=[Finetune()],
+        **{"max_epochs": 3} | options,
+    )  # fmt: skip
+    loader = make_loader("gpt", 8 * here.world * 2, 2, rank=here.rank, world=here.world)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, loader, ckpt_path=resume)
+    return module
+
+
+def look(trainer: Any) -> dict[str, Any]:
+    pool = trainer.strategy.runtime.pool
+    pool.table.check()
+    held = trainer.strategy.runtime.metrics()["memwall/pool/device_peak_bytes"]
+    return {
+        "tiers": {str(placement.tier) for block, placement in pool.table if block.kind.startswith("exp_avg")},
+        "pooled": isinstance(trainer.strategy.raw_optimizers()[0], PooledOptimizer),
+        "peak": held,
+    }
+
+
+@on_ranks(2)
+def test_groups_that_join_are_paged_and_resumed(here: Here) -> None:
+    """The losses of the unpaged run to the last bit, paged from the start or only since the group joined."""
+    whole = run(here, PoolConfig())
+    # The first budget pages from the start; under the second everything fits until the group joins.
+    for budget in (140_000, 190_000):
+        for where in ("host", "device"):
+            pool = PoolConfig(device_budget=budget, host_budget="64MiB", optimizer_on=where)
+            folder = here.folder / f"{budget}-{where}"
+            paged = run(here, pool, folder=folder)
+            assert paged.losses == whole.losses, (budget, where)
+            assert paged.seen["pooled"] and "host" in paged.seen["tiers"], (budget, where, paged.seen)
+            assert paged.seen["peak"] <= budget
+            rest = run(here, pool, resume=folder / "at.ckpt")
+            assert rest.losses == whole.losses[-len(rest.losses) :] and rest.losses
+            if where == "device":
+                break
+
+
+@on_ranks(1)
+def test_without_room_for_what_joins_it_is_named(here: Here) -> None:
+    with pytest.raises(ConfigError, match=r"no room for block .*pool\.host_budget|device tier: 2 slots"):
+        run(here, PoolConfig(device_budget=240_000, host_budget="4KiB", optimizer_on="device"))
