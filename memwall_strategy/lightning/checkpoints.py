@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class CheckpointMethods:
 
     _checkpointer: Checkpointer | None = None
     _rng_pending = False
+    _loaded_options: Sequence[Sequence[Mapping[str, Any]]] = ()
 
     def start_checkpoints(self) -> None:
         """Make the checkpointer; model and optimizers exist."""
@@ -70,8 +71,16 @@ class CheckpointMethods:
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing: ``load_checkpoint`` loaded the weights in place."""
 
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning is to call ``load_optimizer_state_dict``, which it does after the callbacks' ``on_fit_start``."""
+        return True
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: ``load_checkpoint`` loaded the states in place."""
+        """``load_checkpoint`` loaded the states in place; a callback may have made the groups anew since."""
+        for optimizer, options in zip(self.raw_optimizers(), self._loaded_options, strict=True):
+            for group, saved in zip(optimizer.param_groups, options, strict=True):
+                group.update(saved)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         _refuse_storage_options(storage_options)
@@ -96,6 +105,9 @@ class CheckpointMethods:
         runtime_state = loaded.pop(RUNTIME_KEY, None)
         if checkpointer.optimizers:
             self._rng_pending = True
+            loaded.setdefault("optimizer_states", [])  # Lightning looks for the key before it calls the method above
+            groups = [optimizer.param_groups for optimizer in self.raw_optimizers()]
+            self._loaded_options = [[{k: v for k, v in g.items() if k != "params"} for g in each] for each in groups]
             if runtime_state is not None:
                 self.runtime.load_state_dict(runtime_state)
         return loaded

@@ -16,6 +16,9 @@ from memwall_strategy.pool.pooled_optimizer import PooledOptimizer
 from tests.lightning.checks import Here, on_ranks
 from tests.lightning.models import Gpt, make_loader, make_trainer, module_class
 
+SAVED_AT = 11
+"""Step of the checkpoint: after the group joined."""
+
 FROZEN = ("blocks.0.", "blocks.1.", "token")
 
 
@@ -25,6 +28,11 @@ class Finetune(BaseFinetuning):
     def freeze_before_training(self, module: Any) -> None:
         for parameter in late(module):
             parameter.requires_grad_(False)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Lightning restores the groups of a resumed run, not what they unfroze."""
+        for parameter in (p for group in trainer.optimizers[0].param_groups for p in group["params"]):
+            parameter.requires_grad_(True)
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
@@ -50,7 +58,9 @@ def run(here: Here, pool: PoolConfig, folder: Path | None = None, resume: Path |
 
         def on_train_epoch_end(self) -> None:
             self.seen = look(self.trainer)
-            if folder is not None and self.current_epoch == 1:
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if folder is not None and self.trainer.global_step == SAVED_AT:
                 self.trainer.save_checkpoint(folder / "at.ckpt")
 
     module = Tuned(Gpt(6), "adamw")
@@ -90,7 +100,7 @@ def test_groups_that_join_are_paged_and_resumed(here: Here) -> None:
             assert paged.seen["pooled"] and "host" in paged.seen["tiers"], (budget, where, paged.seen)
             assert paged.seen["peak"] <= budget
             rest = run(here, pool, resume=folder / "at.ckpt")
-            assert rest.losses == whole.losses[-len(rest.losses) :] and rest.losses
+            assert rest.losses == whole.losses[SAVED_AT:], (budget, where)
             if where == "device":
                 break
 

@@ -107,8 +107,12 @@ def load_state(source: Source, model: nn.Module, optimizers: Sequence[Optimizer]
     state = collect_model(model)
     difference = _Difference(source.path)
     match = _match_model(source, state, difference)
-    rooms = _match_optimizers(source, state, optimizers, difference)
+    by_id = {id(parameter): parameter for parameter in model.parameters()}
+    parameters = {name: by_id[key] for key, name in state.names.items() if key in by_id}
+    rooms = _match_optimizers(source, state, optimizers, difference, parameters)
     difference.check(strict)
+    for room in rooms:
+        room.join()
 
     shapes = {
         key: (entry.size, entry.properties.dtype)
@@ -180,7 +184,11 @@ def _match_model(source: Source, state: ModelState, difference: _Difference) -> 
 
 
 def _match_optimizers(
-    source: Source, state: ModelState, optimizers: Sequence[Optimizer], difference: _Difference
+    source: Source,
+    state: ModelState,
+    optimizers: Sequence[Optimizer],
+    difference: _Difference,
+    parameters: Mapping[str, Tensor],
 ) -> list[OptimizerRoom]:
     layouts = source.layout["optimizers"]
     if not optimizers:
@@ -196,7 +204,7 @@ def _match_optimizers(
         if layout["kind"] not in (None, plain_class(optimizer).__name__):
             here = plain_class(optimizer).__name__
             difference.other.append(f"{name} was a {layout['kind']} there and is a {here} here")
-        room = OptimizerRoom.match(optimizer, name, state, layout, source.layout["aliases"])
+        room = OptimizerRoom.match(optimizer, name, state, layout, source.layout["aliases"], parameters)
         difference.missing += [f"{name}: {parameter}" for parameter in room.missing]
         difference.unexpected += [f"{name}: {parameter}" for parameter in room.unexpected]
         if room.regrouped:

@@ -41,6 +41,8 @@ class OptimizerRoom:
         missing: names of the optimizer's parameters that no saved group holds.
         unexpected: names of saved parameters that this optimizer does not hold.
         regrouped: names that are in one group now and were in groups with unlike hyperparameters.
+        joined: saved groups that this optimizer has not got, of parameters that no group of it holds: they joined after
+            it was made (fine-tuning that unfreezes), and ``join`` lets them join again.
     """
 
     optimizer: Optimizer
@@ -48,6 +50,7 @@ class OptimizerRoom:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     regrouped: list[str] = field(default_factory=list)
+    joined: list[dict[str, Any]] = field(default_factory=list)
     _matched: list[tuple[Tensor, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _shared: dict[str, Any] = field(default_factory=dict)
     _options: list[dict[str, Any]] = field(default_factory=list)
@@ -61,8 +64,9 @@ class OptimizerRoom:
         model: ModelState,
         layout: Mapping[str, Any],
         aliases_there: Mapping[str, str],
+        parameters: Mapping[str, Tensor],
     ) -> OptimizerRoom:
-        """Match an optimizer's parameters and groups with its saved layout."""
+        """Match an optimizer's parameters and groups with its saved layout; ``parameters``: the model's, by name."""
         room = cls(optimizer, _shared=layout["shared"])
         groups = layout["groups"]
         group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
@@ -79,8 +83,30 @@ class OptimizerRoom:
                 origins.setdefault(group_of[saved_name], parameter_name)
                 room._matched.append((parameter, group, layout["state"].get(saved_name, {})))
             room._options.append(room._saved_options(groups, origins))
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for index in range(len(optimizer.param_groups), len(groups)):
+            found |= room._match_joined(parameters, layout, groups[index], held)
         room.unexpected = sorted(group_of.keys() - found)
         return room
+
+    def _match_joined(
+        self, named: Mapping[str, Tensor], layout: Mapping[str, Any], saved: Mapping[str, Any], held: set[int]
+    ) -> set[str]:
+        """Match a saved group that joined later; the names of its parameters, or none where it does not fit."""
+        parameters = [named.get(name) for name in saved["params"]]
+        if not parameters or any(p is None or id(p) in held for p in parameters):
+            return set()
+        group = dict(saved["options"]) | {"params": parameters}
+        self.joined.append(group)
+        self._options.append(saved["options"])
+        pairs = zip(saved["params"], parameters, strict=True)
+        self._matched += [(p, group, layout["state"].get(name, {})) for name, p in pairs]
+        return set(saved["params"])
+
+    def join(self) -> None:
+        """Let ``joined`` join the optimizer."""
+        for group in self.joined:
+            self.optimizer.add_param_group(group)
 
     @property
     def is_paged(self) -> bool:
