@@ -65,7 +65,8 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
         )
     model = ModelSpec.from_module(module, [name for name, _ in sharding.units])
     cluster = ClusterSpec(world=world, replicate=memwall.replicate, device_bytes=memory_bytes)
-    spec = OptimizerSpec.from_optimizer(optimizer)
+    master = memwall.pool.enabled and memwall.pool.master != "none"
+    spec = replace(OptimizerSpec.from_optimizer(optimizer), master=master)
     predict = partial(
         plan,
         model,
@@ -84,7 +85,10 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
         beside = predict(Budgets(), optimizer=OptimizerSpec("none"), accumulate=2).peak_bytes
         room = Room(budget_bytes - beside, *_room_elsewhere(settings))
         if probe(optimizer).alone:
-            made = with_paged_state(made, model, cluster, spec, room, slots=memwall.pool.optimizer_units)
+            made = with_paged_state(
+                made, model, cluster, spec, room, slots=memwall.pool.optimizer_units,
+                at_home=memwall.pool.optimizer_on != "device" and device.type == "cpu",
+            )  # fmt: skip
     return replace(made, bounds=_bounds(settings, model, cluster))
 
 

@@ -197,21 +197,33 @@ def _resident(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> di
     ranks, precision, optimizer = cluster.shard_ranks, settings.precision, settings.optimizer
     held: dict[str, int] = {Kind.PARAM: 0, Kind.GRAD: 0, Kind.BUFFER: 0}
     for buffer in model.buffers:
-        held[Kind.BUFFER] += buffer.numel * item_bytes(_stored(buffer, precision))
+        held[Kind.BUFFER] += buffer.numel * item_bytes(stored_dtype(buffer, precision))
     for parameter in model.parameters:
-        stored = _stored(parameter, precision)
+        stored = stored_dtype(parameter, precision)
         padded_bytes = parameter.padded_numel(ranks) * item_bytes(stored)
         held[Kind.PARAM] += padded_bytes
         if not parameter.trainable:
             continue
         held[Kind.GRAD] += padded_bytes
-        for key, dtype in optimizer.like.items():  # made like the rank's piece, which carries no padding
-            kind = Kind(key) if key in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) else Kind.OPTIMIZER
-            local_bytes = parameter.local_numel(ranks, settings.rank) * item_bytes(dtype or stored)
+        for key, dtype in optimizer.state_of(stored).items():  # made like the rank's piece, which has no padding
+            kind = Kind(key) if key in (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MASTER) else Kind.OPTIMIZER
+            local_bytes = parameter.local_numel(ranks, settings.rank) * item_bytes(dtype)
             held[kind] = held.get(kind, 0) + local_bytes
         if optimizer.scalar_bytes:
             held[Kind.OPTIMIZER] = held.get(Kind.OPTIMIZER, 0) + optimizer.scalar_bytes
+    if optimizer.master and (scratch := max(_fine_gradients(model, cluster, settings), default=0)):
+        held[Kind.STAGING] = scratch
     return held
+
+
+def _fine_gradients(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> Iterator[int]:
+    """Bytes of each unit's float32 gradients: those of the widest unit lie beside its own for the step."""
+    for unit in (*model.units, *([model.root] if model.root is not None else [])):
+        yield sum(
+            parameter.local_numel(cluster.shard_ranks, settings.rank) * item_bytes("float32")
+            for parameter in unit.parameters
+            if parameter.trainable and settings.optimizer.needs_master(stored_dtype(parameter, settings.precision))
+        )
 
 
 def _unit_bytes(unit: UnitSpec, cluster: ClusterSpec, precision: PrecisionSpec) -> UnitBytes:
@@ -221,7 +233,7 @@ def _unit_bytes(unit: UnitSpec, cluster: ClusterSpec, precision: PrecisionSpec) 
     converts = casts = False
     temporaries: list[tuple[int, int]] = []  # (gathered bytes, bytes of the conversion) per parameter
     for parameter in unit.parameters:
-        stored = _stored(parameter, precision)
+        stored = stored_dtype(parameter, precision)
         compute = reduce = stored
         if not parameter.keeps_dtype:
             compute = _converted(stored, precision.compute)
@@ -272,7 +284,7 @@ def _has_trainable_stem(model: ModelSpec) -> bool:
     return model.root is not None and any(p.trainable and p.used_before for p in model.root.parameters)
 
 
-def _stored(parameter: ParameterSpec, precision: PrecisionSpec) -> str:
+def stored_dtype(parameter: ParameterSpec, precision: PrecisionSpec) -> str:
     """Dtype at rest: a precision that converts weights converts float32 alone, and no running statistics."""
     converts = parameter.dtype == "float32" and not parameter.keeps_dtype
     return precision.storage if converts and precision.storage else parameter.dtype

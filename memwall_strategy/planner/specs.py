@@ -285,11 +285,23 @@ class OptimizerSpec:
         name: of the optimizer.
         like: state key -> dtype name, or None for the parameter's own: tensors of the parameter's shape.
         scalar_bytes: bytes of the state tensors whose size does not depend on the parameter (step counters).
+        master: it steps a float32 copy of each coarser weight, which is part of the state.
     """
 
     name: str
     like: Mapping[str, str | None] = field(default_factory=dict)
     scalar_bytes: int = 0
+    master: bool = False
+
+    def state_of(self, stored: str) -> dict[str, str]:
+        """State key -> dtype name, of a parameter that is stored in dtype ``stored``."""
+        fine = self.needs_master(stored)
+        own = {key: dtype or ("float32" if fine else stored) for key, dtype in self.like.items()}
+        return own | ({"master": "float32"} if fine else {})
+
+    def needs_master(self, stored: str) -> bool:
+        """Whether a parameter in this dtype has a float32 copy."""
+        return self.master and stored in ("bfloat16", "float16")
 
     @classmethod
     def named(cls, name: str, *, momentum: float = 0.0, amsgrad: bool = False) -> OptimizerSpec:
