@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from memwall_strategy.engine.fsdp import local_tensor
 from memwall_strategy.engine.optimizer_step import bare_step, only, plain_class
+from memwall_strategy.engine.quantised import uncompiled, why_not_paged
 
 MASTER = "master"
 """Key, in a parameter's state, of the float32 copy that the optimizer steps in its stead."""
@@ -90,13 +91,16 @@ def probe(optimizer: Optimizer, *, master: bool = False) -> Parts:
         master: it will step float32 copies of weights of a coarser type; the copy is part of the state.
     """
     chosen = _chosen(optimizer)
+    if reason := why_not_paged(optimizer):
+        return Parts(False, reason, {})
     if not chosen:
         return Parts(True, "", {})
     name = type(optimizer).__name__
     stepped = [replace(k, dtype=torch.float32) if master and needs_master(k.dtype) else k for k in chosen]
     whole, apart = _Twin(optimizer, stepped), _Twin(optimizer, stepped)
     try:
-        with torch.random.fork_rng(devices=[]):  # stochastic rounding must not move the run's random numbers
+        # Stochastic rounding must not move the run's random numbers.
+        with torch.random.fork_rng(devices=[]), uncompiled(optimizer):
             for step in range(_PROBE_STEPS):
                 whole.give_gradients(step)
                 apart.give_gradients(step)
@@ -138,7 +142,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
             for piece, part in zip(mine, _halves(value) if full else [value] * len(mine), strict=True):
                 cut.optimizer.state[piece][key] = _unshared(part)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), uncompiled(optimizer):
             for step in range(_PROBE_STEPS):
                 whole.give_gradients(step)
                 cut.give_gradients(step)

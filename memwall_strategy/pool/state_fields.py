@@ -10,18 +10,20 @@ from torch.optim import Optimizer
 
 from memwall_strategy.core.block import Block
 from memwall_strategy.engine.fsdp import local_tensor
-from memwall_strategy.engine.optimizer_parts import Parts, kind_of
+from memwall_strategy.engine.optimizer_parts import MASTER, Parts, kind_of
+from memwall_strategy.engine.quantised import parts_of
 
 
 @dataclass(frozen=True, slots=True)
 class StateField:
-    """One state tensor of one parameter, whether it exists yet or not."""
+    """One state tensor of one parameter, whether it exists yet or not; of a quantised one, one of its inner tensors."""
 
     block: Block
     parameter: torch.nn.Parameter
     key: str
     dtype: torch.dtype
     shape: torch.Size
+    part: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -67,10 +69,15 @@ def unit_states(
             unit = units.setdefault(unit_name, UnitState(unit_name, [], []))
             unit.parameters.append(parameter)
             unit.names.append(name)
-            shape = local_tensor(parameter).shape
+            shape, inner = local_tensor(parameter).shape, parts_of(optimizer, parameter)
             for key, dtype in parts.like.get(kind_of(parameter, index), {}).items():
                 block = Block(unit_name, name, key)
-                unit.fields[block] = StateField(block, parameter, key, dtype, shape)
+                if not inner or key == MASTER:
+                    unit.fields[block] = StateField(block, parameter, key, dtype, shape)
+                    continue
+                for part, (its_dtype, its_shape) in inner.items():
+                    block = Block(unit_name, name, f"{key}.{part}")
+                    unit.fields[block] = StateField(block, parameter, key, its_dtype, its_shape, part)
     return list(units.values())
 
 

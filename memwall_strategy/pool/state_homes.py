@@ -10,7 +10,7 @@ leave the device first, so that no more than one block is ever there twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from memwall_strategy.core.block import Block, Placement, Tier
 from memwall_strategy.core.errors import BlockError, MemwallError, PoolFull
 from memwall_strategy.engine.fsdp import local_tensor
+from memwall_strategy.engine.quantised import is_quantised, with_parts
 from memwall_strategy.pool.arena import GRANULE_BYTES, PAGE_BYTES, Arena, aligned
 from memwall_strategy.pool.device import ENGINE
 from memwall_strategy.pool.state_fields import StateField, UnitState
@@ -233,19 +234,30 @@ class StateHomes:
 
     def whole(self, each: StateField) -> torch.Tensor:
         """A copy of a state tensor on the CPU: a DTensor where the state is one."""
-        value, local = self.optimizer.state[each.parameter][each.key], self.fetch(each)
+        value = self.optimizer.state[each.parameter][each.key]
+        local = self.fetch(each) if each.part is None else self._fetch_parts(each, local_tensor(value))
         if not isinstance(value, DTensor):
             return local
         return DTensor.from_local(
             local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
 
+    def _fetch_parts(self, each: StateField, value: torch.Tensor) -> torch.Tensor:
+        """A quantised state tensor with copies of its inner ones, wherever they rest."""
+        its = [f for f in self._fields_of(each.parameter) if f.key == each.key and self.is_paged(f.block)]
+        return with_parts(value, {f.part: self.fetch(f) for f in its})
+
+    def _fields_of(self, parameter: torch.nn.Parameter) -> Iterator[StateField]:
+        return (f for unit in self.units for f in unit.fields.values() if f.parameter is parameter)
+
     # -- the state's tensors --
 
     def local(self, each: StateField) -> torch.Tensor | None:
         """This rank's part of a state tensor; None where the optimizer has not made it."""
         value = self.optimizer.state.get(each.parameter, {}).get(each.key)
-        return local_tensor(value) if isinstance(value, torch.Tensor) else None
+        if not isinstance(value, torch.Tensor):
+            return None
+        return local_tensor(value) if each.part is None else getattr(local_tensor(value), each.part, None)
 
     def contiguous(self, each: StateField) -> torch.Tensor:
         """It as one stretch of memory.
@@ -285,7 +297,7 @@ class StateHomes:
         """Give state that was made in another type the planned one (made before the master copies, or loaded)."""
         for each in unit.fields.values():
             local = self.local(each)
-            if local is not None and local.numel() and local.dtype != each.dtype:
+            if each.part is None and local is not None and local.numel() and local.dtype != each.dtype:
                 entries = self.optimizer.state[each.parameter]
                 entries[each.key] = entries[each.key].to(each.dtype)
 
@@ -304,6 +316,8 @@ class StateHomes:
             self._entries_seen[parameter] = len(state)
             for key, value in state.items():
                 block = Block(unit.name, name, key)
+                if is_quantised(value):
+                    continue  # its fields are the inner tensors
                 if isinstance(value, torch.Tensor) and value.numel() and block not in unit.fields:
                     found[block] = local_tensor(value)
         moved = {b: t for b, t in found.items() if b not in self.table or self.table.locate(b).offset != t.data_ptr()}

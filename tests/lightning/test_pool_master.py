@@ -1,4 +1,4 @@
-"""float32 copies of bfloat16 weights under the Trainer: the loop that people write by hand, paged, saved and resumed."""
+"""float32 copies of bfloat16 weights under the Trainer: the loop written by hand, paged, saved and resumed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_copies_are_sharded_paged_saved_and_counted(here: Here) -> None:
     for where in ("host", "stepped on host"):
         saved = here.folder / f"{where}.ckpt"
         paged = train(here, pools(here.world)[where], save=saved)
-        assert paged.losses == whole.losses and Tier.HOST in paged.tiers and paged.peak <= BUDGET[2], (where, paged.peak)
+        assert paged.losses == whole.losses and Tier.HOST in paged.tiers, where
+        assert paged.peak <= BUDGET[2]
         for target in ("device", where):
             rest = train(here, pools(here.world)[target], resume=saved)
             assert rest.losses == whole.losses[2:], (where, target)

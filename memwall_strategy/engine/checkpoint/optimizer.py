@@ -24,6 +24,7 @@ from memwall_strategy.core.errors import CheckpointError
 from memwall_strategy.engine.checkpoint.model import ModelState, collect_model
 from memwall_strategy.engine.checkpoint.paged import settle, tie
 from memwall_strategy.engine.optimizer_step import plain_class
+from memwall_strategy.engine.quantised import is_quantised
 
 NOT_OPTIONS = ("params", "param_names")
 """Keys of a param group that are no hyperparameters."""
@@ -125,6 +126,11 @@ def _plain(value: Any) -> Any:
 def _encode(value: Any, path: tuple[str, ...], parameter: Tensor | None, state: OptimizerState) -> dict[str, Any]:
     if isinstance(value, Tensor):
         key = ".".join(path)
+        if is_quantised(value):
+            raise CheckpointError(
+                f"{key} is quantised in blocks of this rank's part, which fit no other world size. Save weights alone "
+                "(ModelCheckpoint(save_weights_only=True)), or use torch.optim.AdamW."
+            )
         state.paths[key] = path
         if isinstance(value, DTensor):
             value = _without_partial(value)
