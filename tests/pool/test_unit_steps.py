@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +245,85 @@ def loose(optimizer: Any, pool: Any) -> list[int]:
     ranges = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for store in pool.stores.values() for s in store.storages()]
     tensors = [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, torch.Tensor)]
     return [t.nbytes for t in tensors if t.dim() and not any(a <= t.data_ptr() < b for a, b in ranges)]
+
+
+# -- together with the rest --
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("how", ["host", "all", "on copies"])
+def test_steps_inside_the_backward(how: str, master: bool) -> None:
+    nets = make_net(), make_net()
+    for each in nets:  # one gradient a backward for every weight
+        each.layers[3].weight = nn.Parameter(each.layers[3].weight.detach().clone())
+        each.to(torch.bfloat16 if master else torch.float32)
+    plain, wrapped = make("AdamW", nets[0]), make("AdamW", nets[1])
+
+    def train(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            x = torch.randn(6, 37, generator=torch.Generator().manual_seed(number)).to(net.head.weight.dtype)
+            loss = net(x).float().square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).item()
+
+    with (
+        pooled(plain, nets[0], master=master) as (after_it, _),
+        pooled(wrapped, nets[1], in_backward=True, master=master, **WITH_MASTER[how]) as (inside, pool),
+    ):
+        for number in range(4):
+            assert train(nets[0], after_it, number) == train(nets[1], inside, number), number
+            pool.table.check()
+    assert_same(nets[0].state_dict(), nets[1].state_dict())
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_units_and_weights_without_a_gradient_on_the_host(copies: bool) -> None:
+    plain_net, net = make_net(), make_net()
+    plain, wrapped = make("AdamW", plain_net), make("AdamW", net)
+    with pooled(wrapped, net, **ON_HOST["all"], copies=copies) as (optimizer, _):
+        for number, skip in itertools.product(range(3), (0, 4, None)):
+            for its_net, its in ((plain_net, plain), (net, optimizer)):
+                its.zero_grad()
+                x = torch.full((2, 37), 0.1 + number)
+                for i, layer in enumerate(its_net.layers):
+                    x = x if i == skip else torch.tanh(layer(x))
+                its_net.head(x).square().mean().backward()
+                if number == 1:
+                    its_net.layers[1].bias.grad = None
+                its.step()
+        assert_same(plain.state_dict(), optimizer.state_dict())
+    assert_same(plain_net.state_dict(), net.state_dict())
+
+
+def test_a_copy_that_fails_is_named_and_training_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = make_net()
+    with pooled(make("AdamW", net), net, **ON_HOST["on copies"]) as (optimizer, pool):
+        step(net, optimizer, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(pool.stores[Tier.HOST].copier, "copy", lambda *_: raise_os_error())
+            with pytest.raises(MemwallError, match=r"gradients to host.*broken"):
+                step(net, optimizer, 1)
+        pool.reset()
+        optimizer.unit_steps.forget()
+        optimizer.pager.forget()
+        step(net, optimizer, 2)
+        pool.table.check()
+
+
+def test_copies_leave_with_the_optimizer_and_come_back_with_it() -> None:
+    """Pickled and unpooled, its state keeps float32 and the copies; pooled again it goes on from them."""
+    explicit, net = Explicit("AdamW", coarse()), coarse()
+    wrapped = make("AdamW", net)
+    for number in range(4):
+        with pooled(wrapped, net, **PLACES["host"], master=True) as (optimizer, pool):
+            explicit.step(number)
+            gradients(net, number)
+            optimizer.step()
+            left = pickle.loads(pickle.dumps(optimizer))
+            assert any("master" in entries and entries["master"].numel() for entries in left.state.values())
+            optimizer.unpool(keep=True)
+            assert all(block.kind == Kind.STAGING for block, _ in pool.table)
+            assert_same(dict(explicit.net.named_parameters()), dict(net.named_parameters()))
