@@ -51,7 +51,7 @@ def jitter(times: list[float]) -> float:
 
 def paging(repeats: int, folder: Path) -> list[Row]:
     """All state on the host, and on disk, against all on the device."""
-    kinds = ["device", "host", "host, in backward", "disk"]
+    kinds = ["device", "host", "host, stepped there", "host, in backward", "disk"]
     order = ["device", *(kinds[(i + j) % len(kinds)] for i in range(repeats) for j in range(len(kinds)))]
     runs = run(task_of(order, folder), 1)[1:]  # the first one says how little the device needs, and warms up
     by = {name: [r for r in runs if r["variant"] == name] for name in kinds}
@@ -74,6 +74,11 @@ def paging(repeats: int, folder: Path) -> list[Row]:
             (f"state on {place}: jitter of page-ins, of raw copies", "excess 0.05" if place != "disk" else "-",
              f"{jitter(pages):.2f}, {jitter(raw):.2f}", f"{len(pages)} page-ins")
         )  # fmt: skip
+    pairs = zip(map(median_step, by["device"]), map(median_step, by["host, stepped there"]), strict=True)
+    rows.append(
+        ("state on host, stepped there / on device: step time", "at most 1.15", compare(list(pairs)),
+         f"{by['host, stepped there'][0]['host_bytes'] / 2**20:.0f} MiB rest there; nothing moves on CPU")
+    )  # fmt: skip
     disk = by["disk"][0]
     per_step = disk["io_bytes"] / disk["steps"] / 2**20
     rows.append(("state on disk: disk traffic", "-", f"{per_step:.0f} MiB a step", "the kernel's I/O counters"))

@@ -56,7 +56,9 @@ def test_refused_before_any_process(override: str, message: str) -> None:
 def test_paged_state_leaves_the_device() -> None:
     """What the plan says of tiers and slots is what the pool does with the same budget (tests/lightning/test_pool)."""
     whole, _ = plan_of(base=SMALL[:1])
-    made, _ = plan_of("pool.device_budget=40MiB", base=SMALL[:1])
+    there, _ = plan_of("pool.device_budget=40MiB", base=SMALL[:1])
+    assert there.placed["host"] > 0 and there.resident["staging"] == 0  # stepped where it rests: no slots
+    made, _ = plan_of("pool.device_budget=40MiB", "pool.optimizer_on=device", base=SMALL[:1])
     assert whole.placed is None and made.placed["host"] > 0 and made.placed["disk"] == 0
     moved = sum(whole.resident[kind] - made.resident[kind] for kind in ("exp_avg", "exp_avg_sq"))
     assert moved == made.placed["host"]
