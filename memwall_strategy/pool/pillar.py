@@ -30,6 +30,7 @@ from memwall_strategy.pool.arena import PAGE_BYTES, BookedArena, aligned
 from memwall_strategy.pool.device import ENGINE, DeviceStore
 from memwall_strategy.pool.disk import CHUNK_BYTES, WORKERS, DiskStore
 from memwall_strategy.pool.host import HostStore
+from memwall_strategy.pool.master_copies import scratch_bytes
 from memwall_strategy.pool.pool import Pool
 from memwall_strategy.pool.pooled_optimizer import PooledOptimizer, pool_optimizer
 from memwall_strategy.pool.probe import unused_memory_bytes
@@ -58,7 +59,7 @@ class PoolPillar(BasePillar):
         table: every pooled block of this rank and where it is.
         pagers: one for each optimizer whose state is booked or paged.
         activations: what each unit does with its activations.
-        trainable: changes when weights are frozen or unfrozen; as of the last placement.
+        trainable: ids of the weights whose gradients the last placement has room for.
         staging_bytes: of slots and scratch memory, as the run's account has them.
     """
 
@@ -76,7 +77,12 @@ class PoolPillar(BasePillar):
         self._figures: dict[str, float] = {}
         self._budget_bytes: int | None = None
         self.staging_bytes = 0
-        self.trainable = 0
+        self.trainable: set[int] = set()
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether a budget limits what rests on the device."""
+        return self._budget_bytes is not None
 
     @property
     def stores(self) -> dict[Tier, Store]:
@@ -108,7 +114,7 @@ class PoolPillar(BasePillar):
         """
         self._release()
         self.table = AddressTable(self.table.rank)
-        self._optimizers = list(runtime.optimizers)
+        self._optimizers, self.trainable = list(runtime.optimizers), set()
         states = self._states(runtime)
         early = _steps_in_backward(runtime)
         if early and (why := next((p.reason for p in states.parts if not p.alone), None)):
@@ -403,7 +409,8 @@ def needed_device_bytes(runtime: Runtime) -> int:
     slots = pool.config.optimizer_units * sum(1 for pager in pool.pagers if pager.units)
     widest = max((slot_bytes(list(unit.sizes().values())) for unit in units), default=0)
     small = sum(_SMALL_STATE_BYTES * len(unit.parameters) for unit in units)
-    return bytes_beside_state(runtime) + slots * widest + small
+    scratch = sum(scratch_bytes(pager.units) for pager in pool.pagers) if pool.config.master != "none" else 0
+    return bytes_beside_state(runtime) + slots * widest + small + scratch
 
 
 def _steps_in_backward(runtime: Runtime) -> bool:

@@ -97,15 +97,19 @@ class States:
 
 
 def is_current(pillar: PoolPillar, runtime: Runtime) -> bool:
-    """Whether the state is placed for the parameters and the frozen weights that there are."""
-    return pillar.trainable == trainable_of(runtime) and all(
-        covers(pager.units, pager.optimizer) for pager in pillar.pagers
-    )
+    """Whether the state is placed for the parameters that there are, and for gradients of those that train.
+
+    A weight that trained once counts from then on: where optimizers take turns (GANs) the room does not change each
+    step, and it is not given back when a weight is frozen.
+    """
+    if pillar.budgeted and not trainable_of(runtime) <= pillar.trainable:
+        return False
+    return all(covers(pager.units, pager.optimizer) for pager in pillar.pagers)
 
 
-def trainable_of(runtime: Runtime) -> int:
-    """A number that changes when weights are frozen or unfrozen."""
-    return hash(tuple(parameter.requires_grad for parameter in runtime.model.parameters()))
+def trainable_of(runtime: Runtime) -> set[int]:
+    """Ids of the weights that train now."""
+    return {id(parameter) for parameter in runtime.model.parameters() if parameter.requires_grad}
 
 
 def place_anew(pillar: PoolPillar, runtime: Runtime, device_bytes: int | None = None) -> None:
@@ -124,7 +128,8 @@ def place_anew(pillar: PoolPillar, runtime: Runtime, device_bytes: int | None = 
         if isinstance(pager.optimizer, PooledOptimizer):
             pager.optimizer.unit_steps.rest()
     if runtime.model_spec is not None:
-        runtime.model_spec = _with_trainable(runtime.model_spec, runtime.model)
+        seen = pillar.trainable | trainable_of(runtime)
+        runtime.model_spec = _with_trainable(runtime.model_spec, runtime.model, seen)
     states = pillar._states(runtime)
     placement, beside_bytes = pillar._place(runtime, states, device_bytes)
     pages = any(home is not Tier.DEVICE for home in placement.homes.values())
@@ -148,9 +153,9 @@ def place_anew(pillar: PoolPillar, runtime: Runtime, device_bytes: int | None = 
     tell(pillar, runtime, placement, states)
 
 
-def _with_trainable(spec: ModelSpec, model: torch.nn.Module) -> ModelSpec:
-    """The spec with the weights that are frozen now."""
-    trains = {name: parameter.requires_grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+def _with_trainable(spec: ModelSpec, model: torch.nn.Module, seen: set[int]) -> ModelSpec:
+    """The spec with the weights that train, or did."""
+    trains = {name: id(parameter) in seen for name, parameter in model.named_parameters(remove_duplicate=False)}
 
     def renew(unit: UnitSpec) -> UnitSpec:
         return replace(
@@ -217,7 +222,7 @@ def host_room(pillar: PoolPillar) -> int:
 
 def tell(pillar: PoolPillar, runtime: Runtime, placement: StatePlacement, states: States) -> None:
     """After a placement: the event, and the account's share of slots and scratch memory."""
-    pillar.trainable = trainable_of(runtime)
+    pillar.trainable |= trainable_of(runtime)
     sizes = {block: size for each in states.units for unit in each for block, size in unit.sizes().items()}
     bytes_in = {t: sum(sizes[b] for b, home in placement.homes.items() if home is t) for t in Tier}
     runtime.events.emit(
