@@ -18,6 +18,13 @@ of the query-key-value projection (1), q, k, v (3), the attention's output, whic
 the first MLP layer (1), and the two 4x tensors around the activation function (8). Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models" (2022), count the same and add dropout masks."""
 
+KEPT_BY_SELECTIVE = 11 / 16
+"""Share of these that stays when only matrix products and attention are kept: the block's input, q, k, v, the
+attention's output, what both projections and the 4x layer return."""
+
+KEPT_BY_RECOMPUTE = 1 / 16
+"""Share that stays when a block keeps its input alone."""
+
 _ROOT_HIDDEN_TENSORS = 2
 """Inputs of the last norm and of the head."""
 

@@ -10,33 +10,33 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
 
-from memwall_strategy.config import PoolConfig, format_size, parse_size
+from memwall_strategy.config import PoolConfig, format_size
 from memwall_strategy.core.block import Block, Kind, Tier
 from memwall_strategy.core.errors import ConfigError, MemwallError
 from memwall_strategy.core.lane import Lane
 from memwall_strategy.core.pillar import BasePillar
-from memwall_strategy.engine.capacity import available_device_bytes
 from memwall_strategy.engine.optimizer_parts import Parts, probe
-from memwall_strategy.planner import Budgets, ClusterSpec, OptimizerSpec, plan
-from memwall_strategy.planner.memory_plan import schedule_of
+from memwall_strategy.planner.beside import steps_in_backward
+from memwall_strategy.pool.activation_relief import OffloadRelief, RecomputeRelief
 from memwall_strategy.pool.activations import Activations
-from memwall_strategy.pool.arena import PAGE_BYTES, Arena, BookedArena, aligned
-from memwall_strategy.pool.device import ENGINE, DeviceStore
-from memwall_strategy.pool.disk import CHUNK_BYTES, WORKERS, DiskStore
-from memwall_strategy.pool.host import HostStore
-from memwall_strategy.pool.pool import Pool
+from memwall_strategy.pool.agreement import Agreement
+from memwall_strategy.pool.beside import SMALL_STATE_BYTES, bytes_beside_state
+from memwall_strategy.pool.device import ENGINE
+from memwall_strategy.pool.escalation import Escalation
 from memwall_strategy.pool.pooled_optimizer import PooledOptimizer, pool_optimizer, unit_states
 from memwall_strategy.pool.probe import unused_memory_bytes
+from memwall_strategy.pool.reserve import Reserve
 from memwall_strategy.pool.state_pager import PageIn, StatePager, UnitState
-from memwall_strategy.pool.state_placement import Room, StatePlacement, place_state, slot_bytes
+from memwall_strategy.pool.state_placement import Room, StatePlacement, place_state
+from memwall_strategy.pool.state_relief import StateRelief
 from memwall_strategy.pool.store import Store
 from memwall_strategy.pool.table import AddressTable
+from memwall_strategy.pool.tiers import Tiers
 from memwall_strategy.telemetry.events import EventKind
 
 if TYPE_CHECKING:
@@ -46,12 +46,10 @@ BESIDE = Block("engine", "weights, gradients, gathered and in flight", "step pea
 """What a step needs on the device beside the optimizer's state, as planned; booked for as long as the pool pages."""
 
 _STATE_KINDS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.OPTIMIZER)
-_SMALL_STATE_BYTES = 64
-"""Room for each parameter's step counter and the like, which is never paged."""
 
 
 class PoolPillar(BasePillar):
-    """Places and pages the state of the run's optimizers.
+    """Places and pages the state of the run's optimizers, and holds every step against the budget.
 
     Args:
         config: the pool's options.
@@ -60,6 +58,8 @@ class PoolPillar(BasePillar):
         table: every pooled block of this rank and where it is.
         pagers: one for each optimizer whose state is booked or paged.
         activations: what each unit does with its activations.
+        reserve: the part of the budget that is kept free; ``lend`` lends it.
+        escalation: what gives way when a step is short, and in which order.
     """
 
     name = "pool"
@@ -68,184 +68,222 @@ class PoolPillar(BasePillar):
         self.config = config
         self.table = AddressTable()
         self.pagers: list[StatePager] = []
-        self.activations = Activations(config, self._room_for_activations)
+        self.reserve = Reserve()
+        self._tiers = Tiers(config, self.reserve)
+        self.activations = Activations(config, self._tiers.for_activations)
+        self.escalation = Escalation(self.reserve)
+        self._chosen: set[str] = set()
+        self._state = StateRelief(self._placed_in, self._move_state)
         self._runtime: Runtime | None = None
-        self._pool: Pool | None = None
+        self._agreement = Agreement(torch.device("cpu"))
         self._optimizers: list[Optimizer] = []
+        self._parts: list[Parts] = []
         self._entries = 0
         self._figures: dict[str, float] = {}
-        self._budget_bytes: int | None = None
+        self._beside_bytes = self._fixed_bytes = 0
 
     @property
     def stores(self) -> dict[Tier, Store]:
         """The open tiers' stores; none where nothing is paged."""
-        return self._pool.stores if self._pool is not None else {}
+        return self._tiers.stores
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """The lanes that page; none where nothing is paged."""
-        return (self._pool.page_in, self._pool.page_out) if self._pool is not None else ()
+        pool = self._tiers.pool
+        return (pool.page_in, pool.page_out) if pool is not None else ()
 
     # -- set-up --
 
     def attach(self, runtime: Runtime) -> None:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         self.table = AddressTable(rank)
-        self._runtime = runtime
+        self._runtime, self._agreement = runtime, Agreement(runtime.device)
+        self._chosen.clear()
+        auto = self.config.activations == "auto"
+        sometimes = auto and runtime.budget_bytes is not None and not self.config.deep_accounting
+        self.escalation.attach(runtime, self._agreement, counts_sometimes=sometimes)
+        self.escalation.add(self._state, "optimizer state")
+        if sometimes and runtime.memory is not None:
+            runtime.memory.deep = True  # it may be from now on: units that recompute note what they hold
         self.activations.attach(runtime)
+        if auto:
+            recompute = RecomputeRelief(self.activations, self._least, lambda: self._chosen)
+            offload = OffloadRelief(self.activations, self._least, lambda: self._chosen, lambda: recompute.kept_bytes)
+            self.escalation.add(recompute, "recompute")
+            self.escalation.add(offload, "offload")
+
+    def _least(self, value: int) -> int:
+        return -self._agreement.highest(-value)[0]
 
     def set_activations(self, modes: Mapping[str, str] = {}, *, together: Sequence[Sequence[str]] = ()) -> None:
-        """``Activations.set``: what units do with their activations, from the next step on."""
+        """``Activations.set``: what units do with their activations, from the next step on. Named units stay so: no
+        shortage changes them."""
         self.activations.set(modes, together)
+        self._chosen |= {*modes, *(name for segment in together for name in segment)}
+
+    def escalate(self, missing_bytes: int) -> int:
+        """``Escalation.escalate``: let things give way between two steps, on all ranks together."""
+        return self.escalation.escalate(missing_bytes)
 
     def optimizers_ready(self, runtime: Runtime) -> None:
         """Place the state of ``runtime.optimizers``, and page what does not fit.
 
         Raises:
-            ConfigError: it does not fit anywhere; says what is missing and which option helps.
+            ConfigError: it does not fit anywhere; says what is missing and which option helps. Where ranks have
+                different budgets, all raise what the first of them has to say.
         """
         self._release()
         self.table = AddressTable(self.table.rank)
         self._optimizers = list(runtime.optimizers)
-        parts = [probe(optimizer) for optimizer in self._optimizers]
-        early = _steps_in_backward(runtime)
-        if early and (why := next((p.reason for p in parts if not p.alone), None)):
+        self._parts = parts = [probe(optimizer) for optimizer in self._optimizers]
+        if steps_in_backward(runtime.config.overlap) and (why := next((p.reason for p in parts if not p.alone), None)):
             raise ConfigError(f"overlap.optimizer_in_backward=true: {why}. Leave it out, or use AdamW, say.")
         names = _unit_of(runtime)
         units = [unit_states(o, p, names) for o, p in zip(self._optimizers, parts, strict=True)]
-        pageable = [list(each) if p.alone else [] for each, p in zip(units, parts, strict=True)]
-        placement, beside_bytes = self._place(runtime, pageable, units, parts)
-        if placement.slots == 0:
-            self.table.open_tier(Tier.DEVICE, self._budget_bytes or available_device_bytes(runtime.device))
-            self.table.add_arena(Tier.DEVICE, ENGINE, BookedArena())
-            pool = None
-        else:
-            pool = self._pool = self._open(runtime, placement, pageable, beside_bytes)
-        for index, (optimizer, its_units) in enumerate(zip(self._optimizers, units, strict=True)):
-            homes = {b: placement.homes.get(b, Tier.DEVICE) for unit in its_units for b in unit.fields}
-            pages = any(home is not Tier.DEVICE for home in homes.values())
-            its = StatePlacement(homes, self.config.optimizer_units if pages else 0, placement.slot_bytes)
-            lanes = (pool.page_in, pool.page_out) if pool else (None, None)
-            pager = StatePager(
-                optimizer, its_units, its, table=self.table, stores=self.stores,
-                page_in=lanes[0], page_out=lanes[1], name=f"optimizer {index}",
-            )  # fmt: skip
-            self.pagers.append(pager)
-            if pages or early:
-                pool_optimizer(optimizer, pager, in_backward=early)
-        sizes = {block: size for each in units for unit in each for block, size in unit.sizes().items()}
-        bytes_in = {t: sum(sizes[b] for b, home in placement.homes.items() if home is t) for t in Tier}
-        runtime.events.emit(
-            EventKind.STATE_PLACED, device_bytes=bytes_in[Tier.DEVICE], host_bytes=bytes_in[Tier.HOST],
-            disk_bytes=bytes_in[Tier.DISK], slots=placement.slots, slot_bytes=placement.slot_bytes,
-        )  # fmt: skip
-        if pool is not None and runtime.memory is not None:
-            for store in self.stores.values():
-                for storage in store.storages():
-                    runtime.memory.ignore(storage)
-            runtime.memory.add(Kind.STAGING, self.table.balance(Tier.DEVICE, kind=Kind.STAGING).bytes)
+        error: ConfigError | None = None
+        try:
+            self._tiers.start(runtime, self.table)
+            placement = self._place(runtime, units)
+            self._take_up(units, placement)
+        except ConfigError as refused:
+            error = refused
+        if runtime.budget_bytes is not None:
+            self._agreement.fail_together(error)
+        elif error is not None:
+            raise error
+        self.escalation.forget()
+        self._state.start(placement, _sizes(self._pageable()))
+        self._tell(EventKind.STATE_PLACED, placement, _sizes(units))
 
-    def _place(
-        self,
-        runtime: Runtime,
-        pageable: Sequence[Sequence[UnitState]],
-        units: Sequence[Sequence[UnitState]],
-        parts: Sequence[Parts],
-    ) -> tuple[StatePlacement, int]:
-        """Where every block rests, and the device bytes that the step needs beside the state."""
+    def _pageable(self) -> list[list[UnitState]]:
+        """Of each optimizer the units whose state can be paged."""
+        return [pager.units if p.alone else [] for pager, p in zip(self.pagers, self._parts, strict=True)]
+
+    def _place(self, runtime: Runtime, units: Sequence[Sequence[UnitState]]) -> StatePlacement:
+        """Where every block rests."""
+        pageable = [list(each) if p.alone else [] for each, p in zip(units, self._parts, strict=True)]
         flat = [unit.sizes() for each in pageable for unit in each]
-        everything = StatePlacement({b: Tier.DEVICE for unit in flat for b in unit})
-        self._budget_bytes = runtime.budget_bytes
-        if self._budget_bytes is None:
-            return everything, 0
-        beside_bytes = bytes_beside_state(runtime)
-        whole = [p.reason for p in parts if not p.alone]
-        fixed = sum(_SMALL_STATE_BYTES * len(unit.parameters) for each in units for unit in each)
-        device_bytes = self._budget_bytes - beside_bytes
-        needed = sum(sum(unit.values()) for unit in flat)
-        if needed + fixed > device_bytes and whole:
+        budget_bytes = runtime.budget_bytes
+        self._beside_bytes = self._fixed_bytes = 0
+        if budget_bytes is None:
+            return StatePlacement({b: Tier.DEVICE for unit in flat for b in unit})
+        self._beside_bytes = bytes_beside_state(runtime)
+        self._fixed_bytes = sum(SMALL_STATE_BYTES * len(unit.parameters) for each in units for unit in each)
+        device_bytes = budget_bytes - self.reserve.bytes - self._beside_bytes - self._fixed_bytes
+        whole = [p.reason for p in self._parts if not p.alone]
+        if sum(sum(unit.values()) for unit in flat) > device_bytes and whole:
             raise ConfigError(
-                f"pool.device_budget={format_size(self._budget_bytes)} leaves {format_size(max(0, device_bytes))} for "
+                f"pool.device_budget={format_size(budget_bytes)} leaves {format_size(max(0, device_bytes))} for "
                 f"optimizer state, which has to be paged, but {whole[0]}. Raise the budget, or use an optimizer that "
                 "steps each parameter by itself, such as AdamW."
             )
-        paging = sum(1 for each in pageable if each)
-        room = Room(device_bytes, self._host_bytes(), self._disk_bytes(), fixed)
-        return place_state(flat, room, slots=self.config.optimizer_units * max(1, paging)), beside_bytes
+        return self._placed(pageable, device_bytes)
 
-    def _host_bytes(self, held_bytes: int = 0) -> int:
-        unused = unused_memory_bytes() + held_bytes
-        budget = self.config.host_budget
-        return unused if budget is None else parse_size(budget, option="pool.host_budget", available_bytes=unused)
+    def _placed(self, pageable: Sequence[Sequence[UnitState]], device_bytes: int) -> StatePlacement:
+        """The placement in so much room beside everything else."""
+        room = Room(device_bytes, self._tiers.host_budget_bytes(self._host_held()), self._tiers.disk_budget_bytes())
+        slots = self.config.optimizer_units * max(1, sum(1 for each in pageable if each))
+        return place_state([unit.sizes() for each in pageable for unit in each], room, slots=slots)
 
-    def _disk_bytes(self) -> int:
-        if self.config.disk_path is not None and not Path(self.config.disk_path).is_dir():
-            raise ConfigError(f"pool.disk_path={self.config.disk_path} is no folder here. Make it, or name another.")
-        return parse_size(self.config.disk_budget, option="pool.disk_budget", available_bytes=2**62)
+    def _host_held(self) -> int:
+        return self.table.capacity_bytes(Tier.HOST) if Tier.HOST in self.stores else 0
 
-    def _open(
-        self, runtime: Runtime, placement: StatePlacement, pageable: Sequence[Sequence[UnitState]], beside_bytes: int
-    ) -> Pool:
-        """Open the tiers, each as large as what rests there."""
-        groups = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
-        for unit in (unit for each in pageable for unit in each):
-            for tier in groups:
-                sizes = [size for block, size in unit.sizes().items() if placement.homes[block] is tier]
-                groups[tier] += _group_bytes(sizes)
-        timeout_s = runtime.config.timeout_s
-        stores: list[Store] = [DeviceStore(self.table, self._budget_bytes, device=runtime.device)]
-        try:
-            self.table.book(BESIDE, beside_bytes, Tier.DEVICE, 0, arena=ENGINE)
-            staging = (WORKERS + 1) * CHUNK_BYTES if groups[Tier.DISK] else 0
-            if groups[Tier.HOST] + staging:
-                stores.append(HostStore(self.table, _pages(groups[Tier.HOST]) + staging, device=runtime.device))
-            if groups[Tier.DISK]:
-                stores.append(DiskStore(self.table, _pages(groups[Tier.DISK]), self._folder(), host=stores[1]))
-        except BaseException:
-            self.table.drop(BESIDE)
-            for store in reversed(stores):
-                store.close()
-            raise
-        return Pool(self.table, stores, timeout_s=timeout_s, record_spans=runtime.config.overlap.trace)
+    def _placed_in(self, device_bytes: int) -> StatePlacement:
+        return self._placed(self._pageable(), device_bytes)
 
-    def _room_for_activations(self) -> Pool:
-        """The pool, its host tier as large as ``host_budget`` lets it be; mapped once, between two steps."""
-        runtime, table = self._runtime, self.table
-        host = self.stores.get(Tier.HOST)
-        held = host.mapped_bytes if isinstance(host, HostStore) else 0
-        more = self._host_bytes(held) - held
-        added: list[torch.UntypedStorage] = []
-        if isinstance(host, HostStore):
-            if more > 0:
-                before = list(host.storages())
-                host.extend(more)
-                added = [s for s in host.storages() if all(s is not old for old in before)]
-        else:
-            host = HostStore(table, more, device=runtime.device)
-            added = list(host.storages())
-            if self._pool is None:
-                trace = runtime.config.overlap.trace
-                self._pool = Pool(table, [host], timeout_s=runtime.config.timeout_s, record_spans=trace)
+    def _take_up(self, units: Sequence[Sequence[UnitState]], placement: StatePlacement) -> None:
+        """Open the tiers, each as large as what rests there, and let each optimizer's state go to its place."""
+        early = steps_in_backward(self._runtime.config.overlap)
+        self._open(units, placement)
+        for index, (optimizer, its_units) in enumerate(zip(self._optimizers, units, strict=True)):
+            pager = self._pager(index, optimizer, its_units, placement)
+            self.pagers.append(pager)
+            if pager.placement.slots or early:
+                pool_optimizer(optimizer, pager, in_backward=early)
+        self._tiers.count_staging()
+
+    def _open(self, units: Sequence[Sequence[UnitState]], placement: StatePlacement) -> None:
+        if placement.slots == 0:
+            return
+        self._tiers.open_device()
+        if BESIDE not in self.table:
+            free = self.table.free_bytes(Tier.DEVICE)
+            self.table.book(BESIDE, min(self._beside_bytes, free), Tier.DEVICE, 0, arena=ENGINE)
+        homes = {b: placement.homes.get(b, Tier.DEVICE) for each in units for unit in each for b in unit.fields}
+        self._tiers.make_room_for([unit.sizes() for each in units for unit in each], homes)
+
+    def _pager(
+        self, index: int, optimizer: Optimizer, units: Sequence[UnitState], placement: StatePlacement
+    ) -> StatePager:
+        lanes = self.lanes or (None, None)
+        return StatePager(
+            optimizer, units, self._share(units, placement), table=self.table, stores=self.stores, page_in=lanes[0],
+            page_out=lanes[1], name=f"optimizer {index}",
+        )  # fmt: skip
+
+    def _share(self, units: Sequence[UnitState], placement: StatePlacement) -> StatePlacement:
+        """An optimizer's part of the placement of all."""
+        homes = {b: placement.homes.get(b, Tier.DEVICE) for unit in units for b in unit.fields}
+        pages = any(home is not Tier.DEVICE for home in homes.values())
+        return StatePlacement(homes, self.config.optimizer_units if pages else 0, placement.slot_bytes)
+
+    def _move_state(self, placement: StatePlacement) -> None:
+        """Give the state other places between two steps."""
+        early = steps_in_backward(self._runtime.config.overlap)
+        for pager in self.pagers:
+            pager.rest()
+        units = [pager.units for pager in self.pagers]
+        anew = placement.slots > 0 and Tier.DEVICE not in self.stores
+        if anew:  # nothing was paged so far: take the books of the device tier anew
+            for pager in self.pagers:
+                pager.close(keep=True)
+        self._open(units, placement)
+        for index, (optimizer, pager) in enumerate(zip(self._optimizers, list(self.pagers), strict=True)):
+            its, pooled = self._share(pager.units, placement), isinstance(optimizer, PooledOptimizer)
+            if pooled and pager.placement.slots:
+                pager.replace(pager.units, its, make_room=self._tiers.make_room)
+                if its.slots or early:
+                    continue
+                optimizer.unpool(keep=True)
+            elif not its.slots and not anew:
+                continue  # nothing of it was paged, and nothing is
+            elif not anew:
+                pager.close(keep=True)
+            fresh = self.pagers[index] = self._pager(index, optimizer, pager.units, placement)
+            if isinstance(optimizer, PooledOptimizer):  # it steps inside the backward
+                optimizer.pager = fresh
+                fresh.adopt()
+            elif its.slots:
+                pool_optimizer(optimizer, fresh)
             else:
-                self._pool.stores[Tier.HOST] = host
-        if runtime.memory is not None:
-            for storage in added:
-                runtime.memory.ignore(storage)
-        return self._pool
+                fresh.adopt()
+        if placement.slots == 0 and BESIDE in self.table:
+            self.table.drop(BESIDE)
+        self._tiers.count_staging()
+        if self._runtime.memory is not None:
+            self._runtime.memory.refresh()
+        self._tell(EventKind.STATE_MOVED, placement, _sizes(units))
 
-    def _folder(self) -> Path:
-        if self.config.disk_path is None:
-            raise ConfigError("pool.disk_budget is set, but not where: set pool.disk_path to a folder on a local disk.")
-        return Path(self.config.disk_path)
+    def _tell(self, kind: EventKind, placement: StatePlacement, sizes: Mapping[Block, int]) -> None:
+        bytes_in = {t: sum(sizes[b] for b, home in placement.homes.items() if home is t) for t in Tier}
+        self._runtime.events.emit(
+            kind, device_bytes=bytes_in[Tier.DEVICE], host_bytes=bytes_in[Tier.HOST], disk_bytes=bytes_in[Tier.DISK],
+            slots=placement.slots, slot_bytes=placement.slot_bytes,
+        )  # fmt: skip
 
     # -- a step --
 
     def before_step(self, runtime: Runtime) -> None:
         """The first units' state comes in while the forward runs."""
         self.activations.before_step()
-        if self._pool is not None:
-            self._pool.page_in.take_stats()
-            self._pool.page_out.take_stats()
+        if runtime.memory is not None:
+            runtime.memory.deep = self.config.deep_accounting or (
+                self.escalation.counts_sometimes and self.escalation.measures
+            )
+        for lane in self.lanes:
+            lane.take_stats()
+        if self.lanes:
             for pager in self.pagers:
                 if pager.placement.slots:
                     pager.optimizer.prefetch()
@@ -266,9 +304,10 @@ class PoolPillar(BasePillar):
             for tier in (Tier.HOST, Tier.DISK)
             if (tier, self.table.rank) in self.table.tiers()
         }
-        if self._pool is None:
+        figures |= self.escalation.metrics()
+        if not self.lanes:
             return figures
-        page_in, page_out = self._pool.page_in.take_stats(), self._pool.page_out.take_stats()
+        page_in, page_out = (lane.take_stats() for lane in self.lanes)
         figures["memwall/pool/page_in_s"] = page_in.busy_s
         figures["memwall/pool/page_out_s"] = page_out.busy_s
         figures["memwall/pool/exposed_s"] = page_in.exposed_s + page_out.exposed_s
@@ -286,8 +325,8 @@ class PoolPillar(BasePillar):
         return pages
 
     def on_failure(self, runtime: Runtime, error: BaseException) -> None:
-        if self._pool is not None:
-            self._pool.reset()
+        if self._tiers.pool is not None:
+            self._tiers.pool.reset()
             for pager in self.pagers:
                 pager.forget()
         self.activations.forget()
@@ -324,59 +363,11 @@ class PoolPillar(BasePillar):
                 stacklevel=2,
             )
         self.pagers, self._optimizers = [], []
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        self._tiers.close()
 
 
-def bytes_beside_state(runtime: Runtime) -> int:
-    """Most device bytes that a step needs beside the optimizer's state, on this rank, as planned.
-
-    Raises:
-        ConfigError: the model came sharded, so that the plan does not know it.
-    """
-    spec = runtime.model_spec
-    if spec is None:
-        raise ConfigError(
-            "pool.device_budget pages optimizer state by a plan of the model, and this model came sharded by its own "
-            "configure_model. Let memwall shard it, or leave pool.device_budget out."
-        )
-    overlap, mesh = runtime.config.overlap, runtime.mesh
-    early = _steps_in_backward(runtime)
-    made = plan(
-        spec,
-        ClusterSpec(world=mesh.size(), replicate=runtime.config.replicate),
-        Budgets(),
-        optimizer=OptimizerSpec("none"),
-        precision=runtime.precision,
-        accumulate=min(runtime.micro_batches, 2),  # in a second one, gradients of an earlier one are there too
-        accumulate_how=runtime.config.accumulate,
-        **schedule_of(overlap, runtime.device.type),
-        gradients_in_forward=not early,
-        rank=0,
-    )
-    if not early or runtime.micro_batches > 1:
-        return made.peak_bytes
-    # Units let go of their gradients as they step: one lands while those still on the reduce lane are on their way.
-    whole = made.resident.get(Kind.GRAD, 0)
-    alive = max(unit.sharded_numel for unit in runtime.units) * (overlap.reduce_buffers + 1) * 4
-    return max(
-        sum(kinds.values()) - max(0, kinds.get(Kind.GRAD, 0) - min(whole, alive)) for kinds in made.peaks.values()
-    )
-
-
-def needed_device_bytes(runtime: Runtime) -> int:
-    """The least ``pool.device_budget`` of this rank: no optimizer state rests on the device, it only passes through."""
-    pool = runtime.pool
-    units = [unit for pager in pool.pagers for unit in pager.units]
-    slots = pool.config.optimizer_units * sum(1 for pager in pool.pagers if pager.units)
-    widest = max((slot_bytes(list(unit.sizes().values())) for unit in units), default=0)
-    small = sum(_SMALL_STATE_BYTES * len(unit.parameters) for unit in units)
-    return bytes_beside_state(runtime) + slots * widest + small
-
-
-def _steps_in_backward(runtime: Runtime) -> bool:
-    return runtime.config.overlap.enabled and runtime.config.overlap.optimizer_in_backward
+def _sizes(units: Sequence[Sequence[UnitState]]) -> dict[Block, int]:
+    return {block: size for each in units for unit in each for block, size in unit.sizes().items()}
 
 
 def _unit_of(runtime: Runtime) -> Callable[[torch.Tensor], tuple[str, str]]:
@@ -389,13 +380,3 @@ def _unit_of(runtime: Runtime) -> Callable[[torch.Tensor], tuple[str, str]]:
         return unit_of.get(name, "root"), name
 
     return find
-
-
-def _group_bytes(sizes: Sequence[int]) -> int:
-    """What an arena holds for blocks that lie together: large ones on pages, small ones behind them."""
-    rule = Arena(0)
-    return aligned(sum(rule.held(size) for size in sizes), PAGE_BYTES)
-
-
-def _pages(nbytes: int) -> int:
-    return aligned(nbytes, PAGE_BYTES)

@@ -28,12 +28,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from memwall_strategy.core.block import Block, Kind, Placement, Tier
+from memwall_strategy.core.block import Block, Placement, Tier
 from memwall_strategy.core.errors import BlockError, MemwallError
 from memwall_strategy.core.lane import Lane, Transfer
 from memwall_strategy.engine.fsdp import local_tensor
 from memwall_strategy.pool.arena import GRANULE_BYTES, aligned
 from memwall_strategy.pool.device import ENGINE
+from memwall_strategy.pool.state_moves import MakeRoom, replace, slot_blocks
 from memwall_strategy.pool.state_placement import StatePlacement
 from memwall_strategy.pool.store import Store
 from memwall_strategy.pool.table import AddressTable
@@ -143,7 +144,8 @@ class StatePager:
             {block: f for block, f in unit.fields.items() if placement.homes[block] is not Tier.DEVICE and f.nbytes}
             for unit in self.units
         ]
-        self._slots = [_Slot(Block(SLOT_UNIT, f"{name}.slot{i}", Kind.STAGING)) for i in range(placement.slots)]
+        self._name = name
+        self._slots = [_Slot(block) for block in slot_blocks(name, placement.slots, SLOT_UNIT)]
         self._nothing = torch.empty(0)
         self._fields = {(id(f.parameter), f.key): f for unit in self.units for f in unit.fields.values()}
         self._booked: set[Block] = set()
@@ -222,6 +224,13 @@ class StatePager:
         self.rest()
         for index in range(len(self.units)):
             self.leave(index)
+
+    def replace(
+        self, units: Sequence[UnitState], placement: StatePlacement, *, make_room: MakeRoom | None = None
+    ) -> None:
+        """Place the state anew between two steps, with the same units; what exists moves from home to home."""
+        self.rest()
+        replace(self, placement, [_Slot(b) for b in slot_blocks(self._name, placement.slots, SLOT_UNIT)], make_room)
 
     def fetch(self, each: StateField) -> torch.Tensor:
         """A copy of a block's bytes in ordinary memory on the CPU, wherever it rests."""
