@@ -30,6 +30,9 @@ ACTIVATIONS = ("auto", "keep", "offload", "recompute", "selective")
 Size = str | int | float
 """``"512MiB"``, ``"8GB"``, an int of bytes, or a float in (0, 1]: that fraction of what is there."""
 
+PER_RANK = ("device_budget", "host_budget", "disk_budget")
+"""Fields of ``PoolConfig`` that may differ by rank."""
+
 RankSizes = Size | tuple[Size, ...]
 """One size for every rank, or one entry per rank, in the order of the ranks."""
 
@@ -119,6 +122,21 @@ def _check_choice(owner: object, name: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(
             f"{_where(owner, name)}={value!r} is not one of {', '.join(allowed)}.{nearest(str(value), allowed)}"
         )
+
+
+def check_entries(pool: PoolConfig, world: int) -> None:
+    """A list of sizes must have one entry per rank.
+
+    Raises:
+        ConfigError: one has another length.
+    """
+    for name in PER_RANK:
+        value = getattr(pool, name)
+        if isinstance(value, tuple) and len(value) != world:
+            raise ConfigError(
+                f"pool.{name}={list(value)} has {len(value)} entries for {world} ranks. Give one entry for each rank, "
+                "in their order, or one size for all."
+            )
 
 
 def _check_sizes(owner: object, name: str) -> list[int]:

@@ -57,6 +57,27 @@ class ActivationSpec:
         )
 
 
+def under_mode(spec: ActivationSpec, mode: str) -> ActivationSpec:
+    """What is alive when all units do the same with their activations, by the shares of a transformer block.
+
+    Args:
+        spec: all that autograd saves.
+        mode: ``recompute``, ``selective`` or ``offload``; with ``auto`` and ``keep`` all of it.
+    """
+    widest = max(spec.unit_bytes, default=0)
+    match mode:
+        case "selective":
+            return replace(spec, unit_bytes=tuple(int(size * KEPT_BY_SELECTIVE) for size in spec.unit_bytes))
+        case "recompute":  # in backward one unit's come back at a time, when the root's are gone
+            units = tuple(int(size * KEPT_BY_RECOMPUTE) for size in spec.unit_bytes)
+            return replace(spec, unit_bytes=units, root_bytes=max(spec.root_bytes, widest))
+        case "offload":  # one unit's leave or come while another's are in use
+            units = (0,) * len(spec.unit_bytes)
+            return replace(spec, unit_bytes=units, root_bytes=max(spec.root_bytes, min(2, len(units)) * widest))
+        case _:
+            return spec
+
+
 def gpt_activations(
     *,
     layers: int,

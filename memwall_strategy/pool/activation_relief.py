@@ -74,7 +74,7 @@ class RecomputeRelief:
 
     name = "recompute"
     alike = True
-    remedy = "Lower the micro-batch (and raise accumulate_grad_batches)."
+    remedy = ""
 
     def __init__(
         self, activations: Activations, least: Callable[[int], int], chosen: Callable[[], Collection[str]]
@@ -151,7 +151,7 @@ class OffloadRelief:
 
     name = "offload"
     alike = True
-    remedy = "Set pool.host_budget, so that activations can rest on the host."
+    remedy = ""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from memwall_strategy.config import PoolConfig, RankSizes, Size, format_size, parse_size
+from memwall_strategy.config import PER_RANK, PoolConfig, RankSizes, Size, check_entries, format_size, parse_size
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.capacity import available_device_bytes
 from memwall_strategy.pool.agreement import Agreement
@@ -20,27 +20,10 @@ from memwall_strategy.pool.probe import unused_memory_bytes
 UNKNOWN_BYTES = 2**62
 """Room in a place of which nobody said how much it has."""
 
-_PER_RANK = ("device_budget", "host_budget", "disk_budget")
-
-
-def check_ranks(config: PoolConfig, world: int) -> None:
-    """A list must have one entry per rank.
-
-    Raises:
-        ConfigError: one has another length.
-    """
-    for name in _PER_RANK:
-        value = getattr(config, name)
-        if isinstance(value, tuple) and len(value) != world:
-            raise ConfigError(
-                f"pool.{name}={list(value)} has {len(value)} entries for {world} ranks. Give one entry for each rank, "
-                "in their order, or one size for all."
-            )
-
 
 def differs_by_rank(config: PoolConfig) -> bool:
     """Whether any budget is given as a list."""
-    return any(isinstance(getattr(config, name), tuple) for name in _PER_RANK)
+    return any(isinstance(getattr(config, name), tuple) for name in PER_RANK)
 
 
 def of_rank(value: RankSizes | None, rank: int) -> Size | None:
@@ -73,10 +56,10 @@ def agreed_device_budget_bytes(config: PoolConfig, device: torch.device) -> int 
     """This rank's budget on its device; where budgets differ, all ranks refuse one that any of them cannot have.
 
     Raises:
-        ConfigError: as ``check_ranks`` and ``device_budget_bytes``, before any rank waits for another.
+        ConfigError: as ``check_entries`` and ``device_budget_bytes``, before any rank waits for another.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    check_ranks(config, world)
+    check_entries(config, world)
     if not differs_by_rank(config):
         return device_budget_bytes(config, device, rank)
     found, error = None, None

@@ -29,8 +29,8 @@ PLACES = ("reserve", "optimizer state", "recompute", "offload", "gathered weight
 FIRST_STEPS = 3
 """Measured at the start of a run, when its peaks are new."""
 
-EVERY_STEPS = 50
-"""Measured from then on; a measured step is a few percent slower."""
+EVERY_STEPS, EVERY_STEPS_EASED = 50, 10
+"""Measured from then on, and while something has given way that may come back; such a step is a few percent slower."""
 
 WATCH_STEPS = 2
 """Measured after a change."""
@@ -108,8 +108,8 @@ class Escalation:
     @property
     def measures(self) -> bool:
         """Whether the coming step counts activations."""
-        steps = self._runtime.steps
-        return not self.counts_sometimes or steps < self._watch_until or steps % EVERY_STEPS == 0
+        steps, every = self._runtime.steps, EVERY_STEPS_EASED if self._eased else EVERY_STEPS
+        return not self.counts_sometimes or steps < self._watch_until or steps % every == 0
 
     @property
     def limit_bytes(self) -> int:
@@ -233,13 +233,13 @@ class Escalation:
     def _give_up(self, excess: int) -> None:
         """Raise on every rank what the shortest one says."""
         runtime = self._runtime
-        remedies = " ".join(relief.remedy for relief in self.reliefs if relief.remedy and relief is not self._reserve)
+        remedies = " ".join(relief.remedy for relief in self.reliefs if relief.remedy)
         tried = f" Gave way before: {', '.join(dict.fromkeys(self.eased))}." if self._eased else ""
         text = runtime.memory.describe_excess(self.limit_bytes, rank=runtime.events.rank)
-        found = self._agreement.gather((excess, f"{text}{tried} {remedies}".strip()))
+        found = self._agreement.gather((excess, f"{text}{tried} {remedies} Or raise pool.device_budget."))
         rank = max(range(len(found)), key=lambda each: found[each][0])
         missing_bytes, text = found[rank]
-        raise PoolFull(text, tier=Tier.DEVICE, owner=rank, missing_bytes=missing_bytes)
+        raise PoolFull(" ".join(text.split()), tier=Tier.DEVICE, owner=rank, missing_bytes=missing_bytes)
 
     def metrics(self) -> dict[str, float]:
         """Figures of the interface."""

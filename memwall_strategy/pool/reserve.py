@@ -53,7 +53,7 @@ class Reserve:
     """
 
     name = "reserve"
-    remedy = "Raise pool.device_budget, or lower pool.reserve, which counts against it."
+    remedy = ""
     alike = False
     """Each rank lends what it misses itself."""
 

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from memwall_strategy.core.block import Block, Kind, Tier
 from memwall_strategy.planner import ClusterSpec, ModelSpec, OptimizerSpec, Plan
 from memwall_strategy.planner.specs import item_bytes
-from memwall_strategy.pool.state_placement import Room, place_state
+from memwall_strategy.pool.beside import SMALL_STATE_BYTES
+from memwall_strategy.pool.state_placement import StatePlacement
 
 
-def with_paged_state(
-    made: Plan, model: ModelSpec, cluster: ClusterSpec, optimizer: OptimizerSpec, room: Room, *, slots: int
-) -> Plan:
-    """Take off the device what the pool will keep elsewhere, and add the slots that it passes through.
-
-    Args:
-        made: the plan with all state on the device.
-        room: what the tiers have for the state; its ``fixed_bytes`` are added here.
-
-    Raises:
-        ConfigError: no placement fits, see ``place_state``.
-    """
-    fixed_bytes = 0
+def state_units(model: ModelSpec, cluster: ClusterSpec, optimizer: OptimizerSpec, rank: int) -> list[dict[Block, int]]:
+    """The blocks of optimizer state of each unit, with their bytes on one rank, in the order in which units step."""
     units: list[dict[Block, int]] = []
     for unit in (*model.units, *([model.root] if model.root is not None else [])):
         sizes: dict[Block, int] = {}
         for parameter in unit.parameters:
-            if not parameter.trainable:
-                continue
-            fixed_bytes += optimizer.scalar_bytes
-            local = parameter.local_numel(cluster.shard_ranks, made.rank)
+            local = parameter.local_numel(cluster.shard_ranks, rank) if parameter.trainable else 0
             for key, dtype in optimizer.like.items():
                 if local:
                     sizes[Block(unit.name, parameter.name, key)] = local * item_bytes(dtype or parameter.dtype)
         units.append(sizes)
-    placement = place_state(units, replace(room, fixed_bytes=fixed_bytes), slots=slots)
+    return units
+
+
+def fixed_state_bytes(model: ModelSpec) -> int:
+    """Room that the pool keeps for state that is never paged."""
+    return SMALL_STATE_BYTES * sum(1 for parameter in model.parameters if parameter.trainable)
+
+
+def with_placement(made: Plan, units: Sequence[Mapping[Block, int]], placement: StatePlacement) -> Plan:
+    """Take off the device what rests elsewhere, and add the slots that it passes through.
+
+    Args:
+        made: the plan with all state on the device.
+        units: from ``state_units``.
+        placement: of their blocks.
+    """
     if placement.slots == 0:
         return made
     gone: dict[str, int] = {}

@@ -65,8 +65,8 @@ class StateRelief:
 
     @property
     def remedy(self) -> str:
-        """What stands in the way of paging more."""
-        return self._why
+        """Which option lets more state leave; empty where all of it has, or only slots are left."""
+        return self._why if "no room for block" in self._why else ""
 
     def start(self, placement: StatePlacement, sizes: Mapping[Block, int]) -> None:
         """The state was placed at set-up: what gave way before is forgotten."""

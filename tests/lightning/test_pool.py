@@ -25,9 +25,10 @@ def make(here: Here, where: str, *, world: int, folder: Path | None = None, **op
     """Module, trainer and loader; the optimizer's state on the device, on the host or on disk."""
     pools = {
         "device": PoolConfig(),
-        "host": PoolConfig(device_budget=BUDGET[world], host_budget="64MiB"),
+        "host": PoolConfig(device_budget=BUDGET[world], host_budget="64MiB", activations="keep"),
         "disk": PoolConfig(
-            device_budget=BUDGET[world], host_budget=0, disk_budget="64MiB", disk_path=str(folder or here.folder)
+            device_budget=BUDGET[world], host_budget=0, disk_budget="64MiB", disk_path=str(folder or here.folder),
+            activations="keep",
         ),
     }
     torch.manual_seed(1)
