@@ -70,7 +70,7 @@ class Escalation:
         self._pending: tuple[list[str], int, int] | None = None
         self._calm, self._patience = 0, PATIENCE
         self._returned_at: int | None = None
-        self._watch_until = 0
+        self._steps = self._watch_until = 0  # steps that were held against the budget, in this process
         self.counts_sometimes = False
         """Whether activations are counted in some steps only."""
 
@@ -103,12 +103,12 @@ class Escalation:
         self._eased.clear()
         self._pending = None
         self._calm, self._patience, self._returned_at = 0, PATIENCE, None
-        self._watch_until = self._runtime.steps + FIRST_STEPS if self._runtime is not None else 0
+        self._watch_until = self._steps + FIRST_STEPS
 
     @property
     def measures(self) -> bool:
         """Whether the coming step counts activations."""
-        steps, every = self._runtime.steps, EVERY_STEPS_EASED if self._eased else EVERY_STEPS
+        steps, every = self._steps, EVERY_STEPS_EASED if self._eased else EVERY_STEPS
         return not self.counts_sometimes or steps < self._watch_until or steps % every == 0
 
     @property
@@ -124,6 +124,7 @@ class Escalation:
         Raises:
             PoolFull: it was short on some rank, and nothing is left that could give way; the same on every rank.
         """
+        self._steps += 1
         runtime, memory = self._runtime, self._runtime.memory
         peak_bytes, limit_bytes = memory.peak_bytes, self.limit_bytes
         measured = memory.deep or not self.counts_sometimes
@@ -186,7 +187,7 @@ class Escalation:
 
     def _ease(self, excess: int, worst: int, peak_bytes: int) -> int:
         """Ask the reliefs in turn; returns the bytes freed on the rank that is shortest."""
-        steps, wanted, left, names = self._runtime.steps, worst, excess, []
+        steps, wanted, left, names = self._steps, worst, excess, []
         if self._returned_at is not None and steps - self._returned_at <= TOO_SOON_STEPS:
             self._patience = min(MOST_PATIENCE, 2 * self._patience)
         for relief in self.reliefs:
@@ -213,7 +214,7 @@ class Escalation:
         """Give the last thing back that gave way once there was room for it often enough."""
         self._calm = self._calm + 1 if enough else 0
         if enough:
-            self._watch_until = max(self._watch_until, self._runtime.steps + 1)
+            self._watch_until = max(self._watch_until, self._steps + 1)
         if self._calm < self._patience:
             return
         self._calm = 0
@@ -225,7 +226,7 @@ class Escalation:
             self._patience = min(MOST_PATIENCE, 2 * self._patience)
             return
         self._pending = None
-        self._returned_at, self._watch_until = self._runtime.steps, self._runtime.steps + WATCH_STEPS
+        self._returned_at, self._watch_until = self._steps, self._steps + WATCH_STEPS
         self._runtime.events.emit(
             EventKind.MEMORY_RESTORED, relief=top.relief.name, room_bytes=room_bytes, taken_bytes=taken
         )

@@ -66,14 +66,12 @@ class Reserve:
         self._steps: list[Loan] = []
 
     def attach(self, table: AddressTable, nbytes: int, events: Events) -> None:
-        """Keep ``nbytes`` of the open device tier free. Loans to others stay as they are, the step's end.
+        """Keep ``nbytes`` of the open device tier free; loans that are open stay so.
 
         Raises:
             ConfigError: less than what is lent.
         """
         self._table, self._events, self.bytes = table, events, nbytes
-        self.loans = [loan for loan in self.loans if loan not in self._steps]
-        self._steps = []
         if (lent := sum(loan.bytes for loan in self.loans)) > nbytes:
             raise ConfigError(f"pool.reserve={format_size(nbytes)} is below the {format_size(lent)} that are lent.")
         table.add_arena(Tier.DEVICE, LOANS, BookedArena())
@@ -88,6 +86,11 @@ class Reserve:
                 self._table.drop(loan.block)
             self._table.resize_tier(Tier.DEVICE, reserve_bytes=0)
             self._table = None
+
+    def end_steps(self) -> None:
+        """While detached: what steps borrowed is theirs no more; they are placed anew."""
+        self.loans = [loan for loan in self.loans if loan not in self._steps]
+        self._steps = []
 
     @property
     def lent_bytes(self) -> int:

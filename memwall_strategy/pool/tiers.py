@@ -59,6 +59,7 @@ class Tiers:
     def start(self, runtime: Runtime, table: AddressTable) -> None:
         """Open the books of the device tier: what torch holds there counts against the budget."""
         self._runtime, self._table, self._staging_bytes = runtime, table, 0
+        self._reserve.end_steps()
         table.open_tier(Tier.DEVICE, self.capacity_bytes)
         table.add_arena(Tier.DEVICE, ENGINE, BookedArena())
         self._keep_reserve()
