@@ -229,6 +229,44 @@ def test_units_that_the_user_chose_stay_as_they_are(here: Here) -> None:
     assert seen[-1]["blocks.2"] != "keep"
 
 
+@on_ranks(1, "no budget", "offloading", "disk")
+def test_everything_gives_way_at_once(here: Here) -> None:
+    """Without a budget, with activations on the host before any state is, and down to the disk."""
+    sizes = [4] * 6
+    free = Run(here, sizes).go()
+    pool: dict[str, Any] = {"host_budget": "16MiB"}
+    if here.case == "disk":
+        pool = {"host_budget": "30KiB", "disk_budget": "8MiB", "disk_path": str(here.folder)}
+
+    def ask(run: Run) -> None:
+        if run.runtime.steps == 1 and here.case == "offloading":
+            run.runtime.pool.set_activations({"blocks.0": "offload"})
+        if run.runtime.steps == 3:
+            assert run.runtime.pool.escalate(10**9) > 0
+
+    run = Run(here, sizes, **pool).go(ask)
+    assert run.losses == free.losses
+    assert run.rest[Tier.DEVICE] == 0 and (run.rest[Tier.DISK] > 0) == (here.case == "disk")
+    assert [fields["relief"] for fields in run.told("memory_relieved")][:2] == ["optimizer state", "recompute"]
+
+
+@on_ranks(1)
+def test_several_optimizers_share_the_room(here: Here) -> None:
+    losses = []
+    for pool in ({}, {"device_budget": 265_000, "host_budget": "16MiB"}):
+        run = Run(here, [4] * 5, **pool)
+        parameters = list(run.runtime.model.parameters())
+        both = [make_optimizer(parameters[0::2], "adamw"), make_optimizer(parameters[1::2], "sgd")]
+        run.runtime.add_optimizers(both)
+        run.optimizer.step = lambda both=both: [each.step() for each in both]
+        run.go()
+        losses.append(run.losses)
+        if pool:
+            assert "optimizer state" in [fields["relief"] for fields in run.told("memory_relieved")]
+            assert [type(each) for each in both] == [torch.optim.AdamW, torch.optim.SGD]
+    assert losses[0] == losses[1]
+
+
 def test_the_order_is_the_designs() -> None:
     assert escalation.PLACES == (
         "reserve", "optimizer state", "recompute", "offload", "gathered weights", "micro-batch",
