@@ -181,19 +181,19 @@ class Escalation:
             EventKind.RELIEF_MEASURED, reliefs=names, before_bytes=before_bytes, predicted_bytes=predicted_bytes,
             after_bytes=peak_bytes,
         )  # fmt: skip
-        if len(names) == 1 and self._eased:
-            top = self._eased[-1]
+        if len(names) == 1 and self._eased and (top := self._eased[-1]).relief is not self._reserve:
             top.freed_bytes = max(top.freed_bytes, before_bytes - peak_bytes)
 
     def _ease(self, excess: int, worst: int, peak_bytes: int) -> int:
         """Ask the reliefs in turn; returns the bytes freed on the rank that is shortest."""
-        steps, wanted, left, names = self._steps, worst, excess, []
+        steps, wanted, left, lighter, names = self._steps, worst, excess, 0, []
         if self._returned_at is not None and steps - self._returned_at <= TOO_SOON_STEPS:
             self._patience = min(MOST_PATIENCE, 2 * self._patience)
         for relief in self.reliefs:
             asked = worst if getattr(relief, "alike", True) else left
             freed = relief.relieve(asked) if asked > 0 else 0
             left -= freed
+            lighter += 0 if relief is self._reserve else freed  # a loan raises the limit, not what the step holds
             before, (worst, most_freed) = worst, self._agreement.highest(left, freed)
             if most_freed > 0:
                 self._eased.append(_Eased(relief, freed))
@@ -205,7 +205,7 @@ class Escalation:
             if worst <= 0:
                 break
         if names:
-            self._pending = (names, peak_bytes, peak_bytes - (excess - left))
+            self._pending = (names, peak_bytes, peak_bytes - lighter)
             self._watch_until = steps + WATCH_STEPS
         gone = wanted - max(0, worst)
         return max(gone, int(bool(names)))  # something gave way, if not on the shortest: the next step shows
