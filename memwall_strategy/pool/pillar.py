@@ -40,6 +40,7 @@ from memwall_strategy.pool.tiers import Tiers
 from memwall_strategy.telemetry.events import EventKind
 
 if TYPE_CHECKING:
+    from memwall_strategy.pool.pool import Pool
     from memwall_strategy.runtime.runtime import Runtime
 
 BESIDE = Block("engine", "weights, gradients, gathered and in flight", "step peak")
@@ -88,10 +89,13 @@ class PoolPillar(BasePillar):
         return self._tiers.stores
 
     @property
+    def _pool(self) -> Pool | None:
+        return self._tiers.pool
+
+    @property
     def lanes(self) -> tuple[Lane, ...]:
         """The lanes that page; none where nothing is paged."""
-        pool = self._tiers.pool
-        return (pool.page_in, pool.page_out) if pool is not None else ()
+        return (self._pool.page_in, self._pool.page_out) if self._pool is not None else ()
 
     # -- set-up --
 
@@ -325,8 +329,8 @@ class PoolPillar(BasePillar):
         return pages
 
     def on_failure(self, runtime: Runtime, error: BaseException) -> None:
-        if self._tiers.pool is not None:
-            self._tiers.pool.reset()
+        if self._pool is not None:
+            self._pool.reset()
             for pager in self.pagers:
                 pager.forget()
         self.activations.forget()
