@@ -36,6 +36,12 @@ MASTERS = ("none", "float32")
 Size = str | int | float
 """``"512MiB"``, ``"8GB"``, an int of bytes, or a float in (0, 1]: that fraction of what is there."""
 
+PER_RANK = ("device_budget", "host_budget", "disk_budget")
+"""Fields of ``PoolConfig`` that may differ by rank."""
+
+RankSizes = Size | tuple[Size, ...]
+"""One size for every rank, or one entry per rank, in the order of the ranks."""
+
 
 def parse_size(value: Size, *, option: str, available_bytes: int | None = None) -> int:
     """Return a size in bytes.
@@ -124,6 +130,35 @@ def _check_choice(owner: object, name: str, allowed: tuple[str, ...]) -> None:
         )
 
 
+def check_entries(pool: PoolConfig, world: int) -> None:
+    """A list of sizes must have one entry per rank.
+
+    Raises:
+        ConfigError: one has another length.
+    """
+    for name in PER_RANK:
+        value = getattr(pool, name)
+        if isinstance(value, tuple) and len(value) != world:
+            raise ConfigError(
+                f"pool.{name}={list(value)} has {len(value)} entries for {world} ranks. Give one entry for each rank, "
+                "in their order, or one size for all."
+            )
+
+
+def _check_sizes(owner: object, name: str) -> list[int]:
+    """Check a ``RankSizes`` (a list becomes a tuple); each entry in bytes, none where it is not set."""
+    value = getattr(owner, name)
+    if isinstance(value, list):
+        value = tuple(value)
+        object.__setattr__(owner, name, value)
+    if value is None:
+        return []
+    if value == ():
+        raise ConfigError(f"{_where(owner, name)}=[] is a list without an entry. Give one size, or one for each rank.")
+    entries = value if isinstance(value, tuple) else (value,)
+    return [parse_size(each, option=_where(owner, name), available_bytes=_ENDLESS_BYTES) for each in entries]
+
+
 def _where(owner: object, name: str) -> str:
     group = type(owner).__name__.removesuffix("Config").lower()
     return name if group == "memwall" else f"{group}.{name}"
@@ -137,18 +172,24 @@ class PoolConfig:
     enabled: bool = True
     """Count live bytes per kind and step phase and hold them against the budget."""
 
-    device_budget: Size | None = None
+    device_budget: RankSizes | None = None
     """Most bytes that a rank may hold for the model on its device: weights, gradients, optimizer state, gathered
-    weights, buffers and communication buffers. Set-up fails by name when the model cannot fit; a step that passes
-    it stops the run. None: all that is there."""
+    weights, buffers, communication buffers and, where they are measured, activations. A list gives each rank its own.
+    Set-up fails by name when the model cannot fit; a step that passes the budget makes the next ones hold less (see
+    ``activations``), and stops the run where nothing is left to free. None: all that is there."""
 
-    host_budget: Size | None = None
-    """Most bytes of host memory that a rank may take for what does not fit on its device. Only what is needed is
-    mapped, once, at set-up. None: what is unused, within the container's limit."""
+    host_budget: RankSizes | None = None
+    """Most bytes of host memory that a rank may take for what does not fit on its device; a list: one entry per rank.
+    Only what is needed is mapped. None: the rank's share of what is unused, within the container's limit."""
 
-    disk_budget: Size = 0
-    """Most bytes on disk for what fits neither on device nor host; needs ``disk_path``. The file has no name and is
-    gone with the process. Five staging buffers of 1 MiB on the host come with it, beside ``host_budget``."""
+    disk_budget: RankSizes = 0
+    """Most bytes on disk for what fits neither on device nor host; a list: one entry per rank; needs ``disk_path``.
+    The file has no name and is gone with the process. Five staging buffers of 1 MiB on the host come with it, beside
+    ``host_budget``."""
+
+    reserve: Size = 0
+    """Part of ``device_budget`` that is kept free, as a visible block: ``runtime.pool.reserve.lend`` lends it to second
+    buffers, snapshots and migration, and a step that is short gets it first. A fraction is one of the budget."""
 
     disk_path: str | None = None
     """A folder on a local disk."""
@@ -170,24 +211,29 @@ class PoolConfig:
     activations: str = "auto"
     """What every unit does with its activations between forward and backward: ``keep``; ``offload`` to the host tier
     (needs ``host_budget``); ``recompute``; ``selective``: recompute all but matrix products and attention; ``auto``:
-    keep, unless memory is short (in this version: always keep). ``runtime.pool.set_activations`` mixes them."""
+    keep, and where a step passes ``device_budget``, first page out optimizer state, then recompute, then offload. To
+    know, ``auto`` with a budget counts activations in the first steps and every 50th (saved-tensor hooks, a few percent
+    of such a step); the other values count them with ``deep_accounting`` only. ``runtime.pool.set_activations`` mixes
+    them."""
 
     deep_accounting: bool = False
     """Also count the activations that autograd saves (saved-tensor hooks; for planning, costs a few percent)."""
 
     def __post_init__(self) -> None:
         _check_bool(self, "enabled", "deep_accounting")
-        if self.device_budget is not None:
-            # How much there is is not known yet; whatever it is, the value must be a size, or a fraction in (0, 1].
-            parse_size(self.device_budget, option="pool.device_budget", available_bytes=_ENDLESS_BYTES)
-        if self.host_budget is not None:
-            parse_size(self.host_budget, option="pool.host_budget", available_bytes=_ENDLESS_BYTES)
-        if parse_size(self.disk_budget, option="pool.disk_budget", available_bytes=_ENDLESS_BYTES) and (
-            self.disk_path is None
-        ):
+        # How much there is is not known yet; whatever it is, a value must be a size, or a fraction in (0, 1].
+        _check_sizes(self, "device_budget")
+        _check_sizes(self, "host_budget")
+        if any(_check_sizes(self, "disk_budget")) and self.disk_path is None:
             raise ConfigError(
                 f"pool.disk_budget={self.disk_budget!r} says how much, not where. Set pool.disk_path to a folder on a "
                 "local disk."
+            )
+        if parse_size(self.reserve, option="pool.reserve", available_bytes=_ENDLESS_BYTES) and (
+            self.device_budget is None
+        ):
+            raise ConfigError(
+                f"pool.reserve={self.reserve!r} is a part of pool.device_budget, which is not set. Set that too."
             )
         _check_int(self, "optimizer_units", 2)
         _check_choice(self, "optimizer_on", OPTIMIZER_ON)

@@ -14,6 +14,7 @@ from memwall_strategy.config import (
     PoolConfig,
     ResilienceConfig,
     TopologyConfig,
+    check_entries,
     config_from,
     format_size,
     parse_size,
@@ -227,3 +228,24 @@ def test_a_misspelt_keyword_of_a_part_is_named_with_the_nearest_option() -> None
     with pytest.raises(ConfigError, match=r"PoolConfig has no option 'device_budgt'\. Did you mean 'device_budget'"):
         PoolConfig(device_budgt="1GiB")
     assert PoolConfig(device_budget="1GiB").device_budget == "1GiB"
+
+
+def test_budgets_by_rank():
+    pool = PoolConfig(device_budget=["1GiB", 0.5], host_budget=(1, 2), disk_budget=[0, 0])
+    assert pool.device_budget == ("1GiB", 0.5) and hash(pool)
+    check_entries(pool, 2)
+    for world in (1, 3):
+        with pytest.raises(ConfigError, match=rf"pool\.device_budget=.* has 2 entries for {world} ranks"):
+            check_entries(pool, world)
+    for options, text in (
+        ({"device_budget": []}, r"pool\.device_budget=\[\] is a list without an entry"),
+        ({"device_budget": ["1GiB", "lots"]}, r"pool\.device_budget='lots' is not a size"),
+        ({"host_budget": [1, [2]]}, r"pool\.host_budget=\[2\] is not a size"),
+        ({"disk_budget": [0, "1GiB"]}, r"pool\.disk_budget=.* says how much, not where"),
+        ({"reserve": "1MiB"}, r"pool\.reserve='1MiB' is a part of pool\.device_budget, which is not set"),
+        ({"reserve": 1.5, "device_budget": "1GiB"}, r"pool\.reserve=1\.5 is a fraction outside"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            PoolConfig(**options)
+    made = config_from({"pool": {"device_budget": [1, 2], "reserve": 0.1}})
+    assert made.pool.device_budget == (1, 2)

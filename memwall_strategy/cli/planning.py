@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from memwall_strategy.cli.options import HardwareOptions
 from memwall_strategy.cli.settings import Settings
-from memwall_strategy.config import parse_size
+from memwall_strategy.config import check_entries, parse_size
+from memwall_strategy.core.block import Kind
+from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.capacity import available_device_bytes
 from memwall_strategy.engine.optimizer_parts import probe
 from memwall_strategy.engine.units import plan_sharding
@@ -29,13 +31,21 @@ from memwall_strategy.planner import (
     gpt_flops,
     plan,
 )
+from memwall_strategy.planner.activations import under_mode
+from memwall_strategy.planner.beside import bytes_beside, steps_in_backward, with_early_steps
 from memwall_strategy.planner.memory_plan import schedule_of
+from memwall_strategy.pool.budget import (
+    UNKNOWN_BYTES,
+    device_budget_bytes,
+    differs_by_rank,
+    disk_budget_bytes,
+    host_budget_bytes,
+    reserve_bytes,
+)
 from memwall_strategy.pool.probe import unused_memory_bytes
-from memwall_strategy.pool.state_placement import Room
-from memwall_strategy.pool.state_plan import with_paged_state
-
-UNKNOWN_BYTES = 2**62
-"""Room on a machine of which nobody said how much it has."""
+from memwall_strategy.pool.relief_plan import with_reliefs
+from memwall_strategy.pool.state_placement import Room, place_state
+from memwall_strategy.pool.state_plan import fixed_state_bytes, state_units, with_placement
 
 _FLOPS = {"32-true": "fp32_flops", "bf16-true": "bf16_flops", "bf16-mixed": "bf16_flops", "16-mixed": "fp16_flops"}
 _COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
@@ -58,48 +68,73 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
         module, unit_classes=memwall.unit_classes, split=True, low_precision=trainer.precision != "32-true"
     )
     memory_bytes = device_memory_bytes(settings, device)
-    budget_bytes = None
-    if memwall.pool.enabled and memwall.pool.device_budget is not None:
-        budget_bytes = parse_size(
-            memwall.pool.device_budget, option="pool.device_budget", available_bytes=memory_bytes
-        )
+    pool = memwall.pool
     model = ModelSpec.from_module(module, [name for name, _ in sharding.units])
     cluster = ClusterSpec(world=world, replicate=memwall.replicate, device_bytes=memory_bytes)
-    master = memwall.pool.enabled and memwall.pool.master != "none"
-    spec = replace(OptimizerSpec.from_optimizer(optimizer), master=master)
-    predict = partial(
-        plan,
+    ranks = [0]
+    if pool.enabled:
+        check_entries(pool, world)
+        ranks = list(range(world)) if differs_by_rank(pool) else [0]
+    made = [_plan_rank(settings, model, cluster, optimizer, device, rank) for rank in ranks]
+    tightest = min(made, key=lambda each: (each.limit_bytes or UNKNOWN_BYTES) - each.peak_bytes)
+    return replace(tightest, bounds=_bounds(settings, model, cluster))
+
+
+def _plan_rank(
+    settings: Settings, model: ModelSpec, cluster: ClusterSpec, optimizer: Optimizer, device: torch.device, rank: int
+) -> Plan:
+    """One rank's plan, with the values that the run will have."""
+    memwall, accumulate = settings.memwall, settings.trainer.accumulate_grad_batches
+    pool, overlap, precision = memwall.pool, memwall.overlap, settings.trainer.precision
+    spec = replace(OptimizerSpec.from_optimizer(optimizer), master=pool.enabled and pool.master != "none")
+    budget_bytes = None
+    if pool.enabled:
+        budget_bytes = device_budget_bytes(pool, device, rank, cluster.device_bytes)
+    early = steps_in_backward(overlap)
+    activations = _activations(settings)
+    made = plan(
         model,
         cluster,
-        precision=trainer.precision,
+        Budgets(device_bytes=budget_bytes),
+        optimizer=spec,
+        precision=precision,
         micro_batch=settings.text.batch_size if settings.text else 1,
+        accumulate=accumulate,
         accumulate_how=memwall.accumulate,
-        **schedule_of(memwall.overlap, device.type),
+        activations=under_mode(activations, pool.activations) if activations and pool.enabled else activations,
+        **schedule_of(overlap, device.type),
+        gradients_in_forward=not early,
+        rank=rank % cluster.shard_ranks,
     )
-    accumulate = trainer.accumulate_grad_batches
-    made = predict(
-        Budgets(device_bytes=budget_bytes), optimizer=spec, accumulate=accumulate, activations=_activations(settings)
+    if early and accumulate == 1:
+        made = with_early_steps(made, model, cluster, overlap)
+    made = replace(made, rank=rank)
+    if budget_bytes is None:
+        return made
+    beside = bytes_beside(
+        model, cluster, precision=precision, accumulate=accumulate,
+        accumulate_how=memwall.accumulate, overlap=overlap, device_type=device.type,
+    )  # fmt: skip
+    reserve = reserve_bytes(pool, budget_bytes)
+    units = state_units(model, cluster, spec, rank % cluster.shard_ranks, precision) if probe(optimizer).alone else []
+    unused = unused_memory_bytes() if settings.hardware == HardwareOptions() else UNKNOWN_BYTES
+    room = Room(
+        budget_bytes - reserve - beside - fixed_state_bytes(model) - made.resident.get(Kind.STAGING, 0),
+        host_budget_bytes(pool, rank, unused),
+        disk_budget_bytes(pool, rank),
     )
-    if budget_bytes is not None:
-        # As the pool itself plans it: gradients of an earlier micro-batch are there, activations are not counted.
-        beside = predict(Budgets(), optimizer=OptimizerSpec("none"), accumulate=2).peak_bytes
-        room = Room(budget_bytes - beside, *_room_elsewhere(settings))
-        if probe(optimizer).alone:
-            made = with_paged_state(
-                made, model, cluster, spec, room, slots=memwall.pool.optimizer_units,
-                at_home=memwall.pool.optimizer_on != "device" and device.type == "cpu",
-            )  # fmt: skip
-    return replace(made, bounds=_bounds(settings, model, cluster))
-
-
-def _room_elsewhere(settings: Settings) -> tuple[int, int]:
-    """Bytes for optimizer state on host and disk: the budgets, else what is unused here, or any where not here."""
-    pool, here = settings.memwall.pool, settings.hardware == HardwareOptions()
-    unused = unused_memory_bytes() if here else UNKNOWN_BYTES
-    host = unused
-    if pool.host_budget is not None:
-        host = parse_size(pool.host_budget, option="pool.host_budget", available_bytes=unused)
-    return host, parse_size(pool.disk_budget, option="pool.disk_budget", available_bytes=UNKNOWN_BYTES)
+    there = range(len(units)) if pool.optimizer_on != "device" and device.type == "cpu" else ()
+    place = partial(place_state, units, slots=pool.optimizer_units, at_home=there)
+    try:
+        placement = place(room)
+    except ConfigError as error:
+        raise ConfigError(f"rank {rank}: {error}" if differs_by_rank(pool) else str(error)) from error
+    if pool.activations != "auto" or activations is None:
+        return with_placement(made, units, placement)
+    return with_reliefs(
+        made, units, placement, lambda size: place(replace(room, device_bytes=size)),
+        activations.at(made.micro_batch), reserve, offload=pool.host_budget is not None,
+    )  # fmt: skip
 
 
 def device_memory_bytes(settings: Settings, device: torch.device) -> int:

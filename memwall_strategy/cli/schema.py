@@ -136,6 +136,8 @@ def _writable(hint: Any) -> Any:
         return _schema(hint)
     if typing.get_origin(hint) is tuple:  # OmegaConf knows lists
         return list[_writable(typing.get_args(hint)[0])]
+    if any(typing.get_origin(each) is tuple for each in typing.get_args(hint)):
+        return Any  # one value or a list of them, which OmegaConf's unions cannot say; the dataclass checks it
     return hint
 
 

@@ -22,7 +22,7 @@ from memwall_strategy.cli.options import (
     TrainOptions,
 )
 from memwall_strategy.cli.schema import ENTRIES, GPT_TARGET, GROUPS, KNOWN_TARGETS, PILLARS, TEXT_TARGET
-from memwall_strategy.config import MemwallConfig, config_from
+from memwall_strategy.config import MemwallConfig, check_entries, config_from
 from memwall_strategy.core.errors import ConfigError, nearest
 from memwall_strategy.recipes.gpt.options import GPTOptions
 from memwall_strategy.recipes.text.options import VOCAB, TextOptions
@@ -217,3 +217,4 @@ def _check_together(settings: Settings) -> None:
                 f"strategy.replicate={settings.memwall.replicate} does not divide the {world} ranks of "
                 "trainer.devices x trainer.num_nodes. Choose a divisor."
             )
+        check_entries(settings.memwall.pool, world)

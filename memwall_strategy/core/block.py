@@ -28,6 +28,8 @@ class Kind(StrEnum):
     """Aligned buffers that direct I/O passes through."""
     RESERVE = "reserve"
     """What is left of a tier's elastic reserve: bytes kept free, at no address."""
+    LENT = "lent"
+    """What is lent of it, under the borrower's name."""
 
 
 class Tier(StrEnum):

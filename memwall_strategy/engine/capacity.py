@@ -1,8 +1,9 @@
-"""How much memory one rank may count on.
+"""How much memory and how many cores one rank may count on.
 
 On CPU: the smallest of the machine's memory and of every limit that a control group puts on this process (version 2 or
 1, this group and all above it), shared evenly among the ranks of the machine (``LOCAL_WORLD_SIZE``, which every
-launcher sets). On CUDA: the card's total memory. What other processes hold is not subtracted.
+launcher sets). On CUDA: the card's total memory. What other processes hold is not subtracted. Cores are shared alike,
+within the CPU quota of every control group above this process.
 """
 
 from __future__ import annotations
@@ -42,6 +43,31 @@ def _machine_bytes() -> int:
     return min([physical, *cgroup_limits()])
 
 
+def available_cores(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> float:
+    """Cores that one rank may keep busy: those it may run on, within every CPU quota, shared by the machine's ranks."""
+    cores = min([float(len(os.sched_getaffinity(0))), *cpu_quotas(proc, root)])
+    return cores / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def cpu_quotas(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[float]:
+    """Every CPU quota in force on this process, in cores; empty where there is none.
+
+    Args:
+        proc, root: as for ``cgroup_limits``.
+    """
+    found = []
+    for folder, version_2 in _folders(proc, root, "cpu"):
+        if version_2 and (folder / "cpu.max").is_file():
+            quota, period = (folder / "cpu.max").read_text().split()
+        elif not version_2 and (folder / "cpu.cfs_quota_us").is_file():
+            quota, period = ((folder / f"cpu.cfs_{each}_us").read_text().strip() for each in ("quota", "period"))
+        else:
+            continue
+        if quota not in ("max", "-1"):
+            found.append(int(quota) / int(period))
+    return found
+
+
 def cgroup_limits(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[int]:
     """Every memory limit in force on this process, in bytes; empty where there is none.
 
@@ -54,23 +80,31 @@ def cgroup_limits(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[in
 
 def memory_groups(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[tuple[Path, int]]:
     """The folder of every control group that limits this process's memory, with its limit in bytes."""
+    found = []
+    for folder, version_2 in _folders(proc, root, "memory"):
+        file = folder / ("memory.max" if version_2 else "memory.limit_in_bytes")
+        if file.is_file() and (text := file.read_text().strip()) != "max":
+            found.append((folder, int(text)))
+    return found
+
+
+def _folders(proc: Path, root: Path, controller: str) -> list[tuple[Path, bool]]:
+    """Folders of the process's groups and all above them, each with whether it is of version 2."""
     if not proc.exists():
         return []
     found = []
     for line in proc.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, name = root, "memory.max"  # version 2: one hierarchy
-            if not (root / "cgroup.controllers").exists():
-                base = root / "unified"
-        elif "memory" in controllers.split(","):
-            base, name = root / "memory", "memory.limit_in_bytes"
+        if controllers == "":  # version 2: one hierarchy
+            base = root if (root / "cgroup.controllers").exists() else root / "unified"
+        elif controller in controllers.split(","):
+            base = root / controller
+            if not base.exists():
+                base = root / controllers  # "cpu,cpuacct" where nobody made the short names
         else:
             continue
         # A container may see its own group at the mount's root while the path names it from outside: the root is
         # always looked at, and folders that are not there are passed over.
         for part in (PurePosixPath(path), *PurePosixPath(path).parents):
-            file = base / str(part).lstrip("/") / name
-            if file.is_file() and (text := file.read_text().strip()) != "max":
-                found.append((file.parent, int(text)))
+            found.append((base / str(part).lstrip("/"), controllers == ""))
     return found

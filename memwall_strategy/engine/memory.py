@@ -56,7 +56,8 @@ class MemoryAccount:
 
     Args:
         device: whose memory is counted.
-        deep: also count the activations that autograd saves inside ``saved_activations()``.
+        deep: also count the activations that autograd saves inside ``saved_activations()``; may be set between steps.
+            Whoever asks for ``note_activation`` does so while it is True.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, deep: bool = False) -> None:
@@ -150,7 +151,7 @@ class MemoryAccount:
         return self._note_activation if self.deep else None
 
     def _note_activation(self, tensor: torch.Tensor) -> None:
-        if self._counter is not None and not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
+        if self.deep and self._counter is not None and not (tensor.is_leaf and isinstance(tensor, nn.Parameter)):
             self._book.track_new(tensor, Kind.ACTIVATION, self._counter.gathered_ids)
 
     # -- figures --
@@ -193,15 +194,24 @@ class MemoryAccount:
         Raises:
             MemwallError: it is above; the message names what was held by kind, what is missing, and a remedy.
         """
+        if self.peak_bytes > limit_bytes:
+            raise MemwallError(self.describe_excess(limit_bytes))
+
+    def describe_excess(self, limit_bytes: int, *, rank: int | None = None) -> str:
+        """What the peak since ``reset_peak`` held by kind, how far that is above a limit, and a remedy.
+
+        Args:
+            limit_bytes: that it passed.
+            rank: named in the text; None: it says "this rank".
+        """
         peak_bytes = self.peak_bytes
-        if peak_bytes <= limit_bytes:
-            return
         phase, kinds = max(self.peak().items(), key=lambda item: sum(item[1].values()))
         held = {kind: size for kind, size in kinds.items() if size}
         listed = ", ".join(f"{kind} {format_size(size)}" for kind, size in held.items())
-        raise MemwallError(
-            f"device budget exceeded in {phase}: this rank held {format_size(peak_bytes)} ({listed}), the budget is "
-            f"{format_size(limit_bytes)}, {format_size(peak_bytes - limit_bytes)} are missing. "
+        return (
+            f"device budget exceeded in {phase}: {'this rank' if rank is None else f'rank {rank}'} held "
+            f"{format_size(peak_bytes)} ({listed}), the budget is {format_size(limit_bytes)}, "
+            f"{format_size(peak_bytes - limit_bytes)} ({peak_bytes - limit_bytes} bytes) are missing. "
             f"{_REMEDY.get(max(held, key=held.__getitem__), _REMEDY_RESIDENT)}"
         )
 

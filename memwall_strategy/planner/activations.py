@@ -18,6 +18,13 @@ of the query-key-value projection (1), q, k, v (3), the attention's output, whic
 the first MLP layer (1), and the two 4x tensors around the activation function (8). Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models" (2022), count the same and add dropout masks."""
 
+KEPT_BY_SELECTIVE = 11 / 16
+"""Share of these that stays when only matrix products and attention are kept: the block's input, q, k, v, the
+attention's output, what both projections and the 4x layer return."""
+
+KEPT_BY_RECOMPUTE = 1 / 16
+"""Share that stays when a block keeps its input alone."""
+
 _ROOT_HIDDEN_TENSORS = 2
 """Inputs of the last norm and of the head."""
 
@@ -48,6 +55,27 @@ class ActivationSpec:
             root_bytes=self.root_bytes * micro_batch // self.micro_batch,
             micro_batch=micro_batch,
         )
+
+
+def under_mode(spec: ActivationSpec, mode: str) -> ActivationSpec:
+    """What is alive when all units do the same with their activations, by the shares of a transformer block.
+
+    Args:
+        spec: all that autograd saves.
+        mode: ``recompute``, ``selective`` or ``offload``; with ``auto`` and ``keep`` all of it.
+    """
+    widest = max(spec.unit_bytes, default=0)
+    match mode:
+        case "selective":
+            return replace(spec, unit_bytes=tuple(int(size * KEPT_BY_SELECTIVE) for size in spec.unit_bytes))
+        case "recompute":  # in backward one unit's come back at a time, when the root's are gone
+            units = tuple(int(size * KEPT_BY_RECOMPUTE) for size in spec.unit_bytes)
+            return replace(spec, unit_bytes=units, root_bytes=max(spec.root_bytes, widest))
+        case "offload":  # one unit's leave or come while another's are in use
+            units = (0,) * len(spec.unit_bytes)
+            return replace(spec, unit_bytes=units, root_bytes=max(spec.root_bytes, min(2, len(units)) * widest))
+        case _:
+            return spec
 
 
 def gpt_activations(

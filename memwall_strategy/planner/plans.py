@@ -38,6 +38,8 @@ class Plan:
         advice: one thing to change where it does not fit.
         bounds: the least time of a step on the hardware that the plan is for; None where none was described.
         placed: tier -> bytes of optimizer state that rest off the device and are paged; None where nothing is.
+        reliefs: what is expected to give way after the first steps -> bytes that it frees, in order; the peaks are
+            those after it. None where nothing is.
     """
 
     world: int
@@ -59,6 +61,7 @@ class Plan:
     advice: str | None
     bounds: StepBounds | None = None
     placed: Mapping[str, int] | None = None
+    reliefs: Mapping[str, int] | None = None
 
     @property
     def resident_bytes(self) -> int:
@@ -127,6 +130,9 @@ class Plan:
         if self.placed:
             rest = " and ".join(f"{format_size(size)} on {tier}" for tier, size in self.placed.items() if size)
             notes += f"; optimizer state paged: {rest}"
+        if self.reliefs:
+            eased = ", ".join(f"{name} {format_size(size)}" for name, size in self.reliefs.items())
+            notes += f"; expected to give way: {eased}"
         return f"{peak}: {verdict} ({notes})" + (f"\nadvice: {self.advice}" if self.advice else "")
 
 

@@ -17,7 +17,7 @@ _EXPORTS = {
     "DiskStore": "disk",
     "HostStore": "host",
     "Pool": "pool",
-    "needed_device_bytes": "pillar",
+    "needed_device_bytes": "beside",
     "sqrt_plan": "activations",
     "Store": "store",
 }

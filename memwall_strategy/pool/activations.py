@@ -122,6 +122,20 @@ class Activations:
         """Unit -> what it does in the present step; units that recompute together are ``recompute``."""
         return {name: self._present.modes.get(name, Mode.KEEP) for name in self._modules}
 
+    @property
+    def wanted_modes(self) -> dict[str, Mode]:
+        """Unit -> what it does from the next step on."""
+        return {name: self._wanted.modes.get(name, Mode.KEEP) for name in self._modules}
+
+    def refusal(self, units: Sequence[str], mode: Mode) -> str:
+        """Why these units cannot do this; empty where they can."""
+        try:
+            for name in units:
+                self._check(name, mode)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
     def set(self, modes: Mapping[str, str], together: Sequence[Sequence[str]] = ()) -> None:
         """Choose what units do from the next step on; those that are not named stay as they are.
 

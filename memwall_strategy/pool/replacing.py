@@ -15,20 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from memwall_strategy.config import PoolConfig, format_size
+from memwall_strategy.config import PoolConfig
 from memwall_strategy.core.block import Block, Kind, Tier
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.optimizer_parts import Parts, probe
 from memwall_strategy.planner.specs import ModelSpec, UnitSpec
 from memwall_strategy.pool.arithmetic import staging_on_host, units_at_home
-from memwall_strategy.pool.device import ENGINE, DeviceStore
-from memwall_strategy.pool.disk import CHUNK_BYTES, WORKERS, DiskStore
+from memwall_strategy.pool.device import ENGINE
 from memwall_strategy.pool.host import HostStore
 from memwall_strategy.pool.master_copies import scratch_bytes
 from memwall_strategy.pool.pooled_optimizer import PooledOptimizer
 from memwall_strategy.pool.slots import SLOT_UNIT
 from memwall_strategy.pool.state_fields import UnitState, covers, unit_states
-from memwall_strategy.pool.state_homes import group_bytes
 from memwall_strategy.pool.state_placement import StatePlacement
 from memwall_strategy.telemetry.events import EventKind
 
@@ -90,6 +88,10 @@ class States:
         pairs = zip(self.pageable, self.at_home, strict=True)
         return sum(staging_on_host(each, names, master=self.master, desks=desks) for each, names in pairs)
 
+    def sizes(self) -> list[dict[Block, int]]:
+        """Bytes of the blocks of every pageable unit, one optimizer behind the other."""
+        return [unit.sizes() for each in self.pageable for unit in each]
+
     def flat_at_home(self) -> set[int]:
         """Indices of ``at_home`` in the list of all pageable units, one optimizer behind the other."""
         flat = [unit.name in names for each, names in zip(self.pageable, self.at_home, strict=True) for unit in each]
@@ -112,7 +114,7 @@ def trainable_of(runtime: Runtime) -> set[int]:
     return {id(parameter) for parameter in runtime.model.parameters() if parameter.requires_grad}
 
 
-def place_anew(pillar: PoolPillar, runtime: Runtime, device_bytes: int | None = None) -> None:
+def place_anew(pillar: PoolPillar, runtime: Runtime, device_bytes: int | None = None) -> StatePlacement:
     """Place the state of all optimizers anew; nothing may be stepping.
 
     Args:
@@ -120,37 +122,66 @@ def place_anew(pillar: PoolPillar, runtime: Runtime, device_bytes: int | None = 
         runtime: of the run.
         device_bytes: most that the device may hold, ``pool.device_budget`` where None.
 
+    Returns:
+        The placement.
+
     Raises:
         ConfigError: it does not fit anywhere; says what is missing and which option helps. The state rests where it
             did.
     """
-    for pager in pillar.pagers:
-        if isinstance(pager.optimizer, PooledOptimizer):
-            pager.optimizer.unit_steps.rest()
+    rest(pillar)
     if runtime.model_spec is not None:
         seen = pillar.trainable | trainable_of(runtime)
         runtime.model_spec = _with_trainable(runtime.model_spec, runtime.model, seen)
-    states = pillar._states(runtime)
-    placement, beside_bytes = pillar._place(runtime, states, device_bytes)
-    pages = any(home is not Tier.DEVICE for home in placement.homes.values())
-    before = _book_beside(pillar, None)
+    states = pillar.look(runtime)
+    placement = pillar.place(runtime, states, device_bytes)
+    move(pillar, runtime, states, placement)
+    pillar.states = states
+    return placement
+
+
+def rest(pillar: PoolPillar) -> None:
+    """Wait until nothing of the state is on its way."""
+    for pager in pillar.pagers:
+        if isinstance(pager.optimizer, PooledOptimizer):
+            pager.optimizer.unit_steps.rest()
+
+
+def move(
+    pillar: PoolPillar,
+    runtime: Runtime,
+    states: States,
+    placement: StatePlacement,
+    kind: EventKind = EventKind.STATE_PLACED,
+) -> None:
+    """Bring every block to its place; nothing may be stepping, or on its way.
+
+    Raises:
+        ConfigError, PoolFull: a tier has no room for it; the state rests where it did.
+    """
+    tiers = pillar.tiers
+    pages = goes_elsewhere(placement)
+    before = book_beside(pillar, None)
     try:
         if pages:
-            _open_tiers(pillar, runtime, placement, states)
+            desks = sum(p.held_bytes for b, p in pillar.table if b.unit == SLOT_UNIT and ".desk" in b.parameter)
+            desk_bytes = max(0, states.desk_bytes(pillar.config.optimizer_units) - desks)
+            tiers.open_device()
+            tiers.make_room_for(states.sizes(), placement.homes, staging_bytes=desk_bytes)
         for index, pager in enumerate(list(pillar.pagers)):
             its = share_of(pillar, placement, states.units[index])
-            options = {"at_home": states.at_home[index], "make_room": lambda t, n: _make_room(pillar, runtime, t, n)}
+            options = {"at_home": states.at_home[index], "make_room": tiers.make_room}
             pager.attach(pillar.stores, pillar.lanes)
             if isinstance(pager.optimizer, PooledOptimizer):
                 pager.optimizer.replace_state(states.units[index], its, **options)
             else:
                 pager.replace(states.units[index], its, **options)
-                pillar._pool_optimizer(runtime, index, states)
+                pillar.pool_optimizer(runtime, index, states)
     except BaseException:
-        _book_beside(pillar, before)
+        book_beside(pillar, before)
         raise
-    _book_beside(pillar, beside_bytes if pages else None)
-    tell(pillar, runtime, placement, states)
+    book_beside(pillar, pillar.beside_bytes if pages else None)
+    tell(pillar, runtime, placement, states, kind)
 
 
 def _with_trainable(spec: ModelSpec, model: torch.nn.Module, seen: set[int]) -> ModelSpec:
@@ -167,40 +198,9 @@ def _with_trainable(spec: ModelSpec, model: torch.nn.Module, seen: set[int]) -> 
     )
 
 
-def _open_tiers(pillar: PoolPillar, runtime: Runtime, placement: StatePlacement, states: States) -> None:
-    """Open what is not open yet, and let the host tier hold what will rest there."""
-    stores, table = pillar.stores, pillar.table
-    needed = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
-    for unit in (unit for each in states.pageable for unit in each):
-        for tier in needed:
-            sizes = {b: n for b, n in unit.sizes().items() if placement.homes[b] is tier}
-            new = (n for b, n in sizes.items() if b not in table or table.locate(b).tier is not tier)
-            needed[tier] += group_bytes(new)
-    staging = (WORKERS + 1) * CHUNK_BYTES if needed[Tier.DISK] and Tier.DISK not in stores else 0
-    desks = sum(p.held_bytes for b, p in table if b.unit == SLOT_UNIT and ".desk" in b.parameter)
-    host_bytes = needed[Tier.HOST] + staging + max(0, states.desk_bytes(pillar.config.optimizer_units) - desks)
-    made = dict(stores)
-    if Tier.DEVICE not in made:
-        capacity = table.capacity_bytes(Tier.DEVICE)
-        made[Tier.DEVICE] = DeviceStore(table, capacity, device=runtime.device, joins=True)
-    if Tier.HOST not in made and host_bytes:
-        made[Tier.HOST] = HostStore(table, host_bytes, device=runtime.device)
-    elif host_bytes > (free := table.free_bytes(Tier.HOST)):
-        made[Tier.HOST].extend(host_bytes - free)
-    if needed[Tier.DISK] and Tier.DISK not in made:
-        made[Tier.DISK] = DiskStore(table, needed[Tier.DISK], pillar._folder(), host=made[Tier.HOST])
-    pillar._take_stores(runtime, made)
-
-
-def _make_room(pillar: PoolPillar, runtime: Runtime, tier: Tier, nbytes: int) -> None:
-    """The host tier grows; the disk's file does not."""
-    if tier is not Tier.HOST:
-        raise ConfigError(
-            f"optimizer state that came after the start needs {format_size(nbytes)} more on disk, whose file was made "
-            "with what was needed then. Raise pool.host_budget, or add the param groups before training starts."
-        )
-    pillar.stores[Tier.HOST].extend(nbytes)
-    pillar._take_stores(runtime, pillar.stores)
+def goes_elsewhere(placement: StatePlacement) -> bool:
+    """Whether some state rests off the device."""
+    return any(home is not Tier.DEVICE for home in placement.homes.values())
 
 
 def share_of(pillar: PoolPillar, placement: StatePlacement, units: Sequence[UnitState]) -> StatePlacement:
@@ -214,28 +214,31 @@ def host_room(pillar: PoolPillar) -> int:
     """Host bytes that optimizer state may take, what it has now included."""
     host, table = pillar.stores.get(Tier.HOST), pillar.table
     if not isinstance(host, HostStore):
-        return pillar._host_bytes()
+        return pillar.tiers.host_budget_bytes()
     state = sum(p.held_bytes for b, p in table if p.tier is Tier.HOST and any(pager.owns(b) for pager in pillar.pagers))
     others = table.used_bytes(Tier.HOST) - table.used_bytes(Tier.HOST, kind=Kind.STAGING) - state
-    return pillar._host_bytes(host.mapped_bytes) - others
+    return pillar.tiers.host_budget_bytes(host.mapped_bytes) - others
 
 
-def tell(pillar: PoolPillar, runtime: Runtime, placement: StatePlacement, states: States) -> None:
+def tell(
+    pillar: PoolPillar,
+    runtime: Runtime,
+    placement: StatePlacement,
+    states: States,
+    kind: EventKind = EventKind.STATE_PLACED,
+) -> None:
     """After a placement: the event, and the account's share of slots and scratch memory."""
     pillar.trainable |= trainable_of(runtime)
     sizes = {block: size for each in states.units for unit in each for block, size in unit.sizes().items()}
     bytes_in = {t: sum(sizes[b] for b, home in placement.homes.items() if home is t) for t in Tier}
     runtime.events.emit(
-        EventKind.STATE_PLACED, device_bytes=bytes_in[Tier.DEVICE], host_bytes=bytes_in[Tier.HOST],
+        kind, device_bytes=bytes_in[Tier.DEVICE], host_bytes=bytes_in[Tier.HOST],
         disk_bytes=bytes_in[Tier.DISK], slots=placement.slots, slot_bytes=placement.slot_bytes,
     )  # fmt: skip
-    if runtime.memory is not None:
-        staging = pillar.table.balance(Tier.DEVICE, kind=Kind.STAGING).bytes
-        runtime.memory.add(Kind.STAGING, staging - pillar.staging_bytes)
-        pillar.staging_bytes = staging
+    pillar.tiers.count_staging()
 
 
-def _book_beside(pillar: PoolPillar, nbytes: int | None) -> int | None:
+def book_beside(pillar: PoolPillar, nbytes: int | None) -> int | None:
     """Book what a step needs beside the state, None for nothing; returns what was booked."""
     table = pillar.table
     before = table.locate(BESIDE).bytes if BESIDE in table else None

@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from memwall_strategy.core.block import Block, Kind, Tier
 from memwall_strategy.planner import ClusterSpec, ModelSpec, OptimizerSpec, Plan
 from memwall_strategy.planner.memory_plan import stored_dtype
 from memwall_strategy.planner.specs import PrecisionSpec, item_bytes
-from memwall_strategy.pool.state_placement import Room, place_state
+from memwall_strategy.pool.beside import SMALL_STATE_BYTES
+from memwall_strategy.pool.state_placement import StatePlacement
 
 
-def with_paged_state(
-    made: Plan,
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    optimizer: OptimizerSpec,
-    room: Room,
-    *,
-    slots: int,
-    at_home: bool = False,
-) -> Plan:
-    """Take off the device what the pool will keep elsewhere, and add the slots that it passes through.
-
-    Args:
-        made: the plan with all state on the device.
-        model, cluster, optimizer: as for ``plan``.
-        room: what the tiers have for the state; its ``fixed_bytes`` are added here.
-        slots: see ``place_state``.
-        at_home: state on the host is stepped there (as on CPU, where the two are one kind of memory).
-
-    Raises:
-        ConfigError: no placement fits, see ``place_state``.
-    """
-    precision = PrecisionSpec.named(made.precision)
-    fixed_bytes = scratch_bytes = made.resident.get(Kind.STAGING, 0)
+def state_units(
+    model: ModelSpec, cluster: ClusterSpec, optimizer: OptimizerSpec, rank: int, precision: str
+) -> list[dict[Block, int]]:
+    """The blocks of optimizer state of each unit, with their bytes on one rank, in the order in which units step."""
+    stored = PrecisionSpec.named(precision)
     units: list[dict[Block, int]] = []
     for unit in (*model.units, *([model.root] if model.root is not None else [])):
         sizes: dict[Block, int] = {}
         for parameter in unit.parameters:
-            if not parameter.trainable:
-                continue
-            fixed_bytes += optimizer.scalar_bytes
-            local = parameter.local_numel(cluster.shard_ranks, made.rank)
-            for key, dtype in optimizer.state_of(stored_dtype(parameter, precision)).items():
+            local = parameter.local_numel(cluster.shard_ranks, rank) if parameter.trainable else 0
+            for key, dtype in optimizer.state_of(stored_dtype(parameter, stored)).items():
                 if local:
                     sizes[Block(unit.name, parameter.name, key)] = local * item_bytes(dtype)
         units.append(sizes)
-    there = range(len(units)) if at_home else ()
-    placement = place_state(units, replace(room, fixed_bytes=fixed_bytes), slots=slots, at_home=there)
+    return units
+
+
+def fixed_state_bytes(model: ModelSpec) -> int:
+    """Room that the pool keeps for state that is never paged."""
+    return SMALL_STATE_BYTES * sum(1 for parameter in model.parameters if parameter.trainable)
+
+
+def with_placement(made: Plan, units: Sequence[Mapping[Block, int]], placement: StatePlacement) -> Plan:
+    """Take off the device what rests elsewhere, and add the slots that it passes through.
+
+    Args:
+        made: the plan with all state on the device.
+        units: from ``state_units``.
+        placement: of their blocks.
+    """
     if all(home is Tier.DEVICE for home in placement.homes.values()):
         return made
+    scratch_bytes = made.resident.get(Kind.STAGING, 0)
     gone: dict[str, int] = {}
     placed = {str(Tier.HOST): 0, str(Tier.DISK): 0}
     for block, size in ((block, size) for unit in units for block, size in unit.items()):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from memwall_strategy.config import MemwallConfig, parse_size
+from memwall_strategy.config import MemwallConfig
 from memwall_strategy.core.block import Kind, Phase
 from memwall_strategy.core.errors import CollectiveError, ConfigError, PeerLost, TransferError
 from memwall_strategy.core.lane import Lane, Span
@@ -31,12 +31,13 @@ from memwall_strategy.engine.fresh import keep_fresh
 from memwall_strategy.engine.fsdp import fsdp_roots
 from memwall_strategy.engine.inference import gather_outside_inference_mode
 from memwall_strategy.engine.lanes import FsdpLanes
-from memwall_strategy.engine.memory import MemoryAccount, available_device_bytes
+from memwall_strategy.engine.memory import MemoryAccount
 from memwall_strategy.engine.precision import canonical_precision, compute_dtype, mixed_precision_policy
 from memwall_strategy.engine.reset import reset_aborted_step
 from memwall_strategy.engine.sharding import describe_units, is_sharded, set_prefetch, shard_model
 from memwall_strategy.engine.units import plan_sharding, recomputes_itself
 from memwall_strategy.planner import ModelSpec
+from memwall_strategy.pool.budget import agreed_device_budget_bytes
 from memwall_strategy.pool.pillar import PoolPillar
 from memwall_strategy.runtime.input_clock import InputClock
 from memwall_strategy.runtime.meter import StepMeter
@@ -118,7 +119,7 @@ class Runtime:
             split: its ``forward`` is not what runs (a LightningModule); see ``engine.units.plan_sharding``.
         """
         if self.config.pool.enabled:
-            self.budget_bytes = device_budget_bytes(self.config, self.device)
+            self.budget_bytes = agreed_device_budget_bytes(self.config.pool, self.device)
         self.recomputes_itself = recomputes_itself(model)
         if is_sharded(model):
             keep_fresh(model)
@@ -337,19 +338,12 @@ class Runtime:
         self._last = self._meter.end(stats, self.input_clock.take())
         if self.memory is not None:
             self._last |= self._memory_metrics()
-            if self.budget_bytes is not None:
-                self._check_budget()
             self._keep_peaks()
+            if self.budget_bytes is not None:
+                self.pool.escalation.hold()
             self.memory.reset_peak()
         for pillar in self.pillars:
             pillar.after_step(self)
-
-    def _check_budget(self) -> None:
-        if self.memory.peak_bytes > self.budget_bytes:
-            self.events.emit(
-                EventKind.BUDGET_EXCEEDED, peak_bytes=self.memory.peak_bytes, budget_bytes=self.budget_bytes
-            )
-        self.memory.check_budget(self.budget_bytes)
 
     def _keep_peaks(self) -> None:
         for phase, kinds in self.memory.kind_peaks().items():
@@ -446,15 +440,3 @@ class Runtime:
         if self._fsdp_lanes is not None:
             self._fsdp_lanes.close()
             self._fsdp_lanes = None
-
-
-def device_budget_bytes(config: MemwallConfig, device: torch.device) -> int | None:
-    """The budget of this rank in bytes; None when none is set.
-
-    Raises:
-        ConfigError: the budget is above what the device, or the container, has.
-    """
-    budget = config.pool.device_budget
-    if budget is None:
-        return None
-    return parse_size(budget, option="pool.device_budget", available_bytes=available_device_bytes(device))

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from memwall_strategy.config import MemwallConfig, config_from
+from memwall_strategy.config import MemwallConfig, check_entries, config_from
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.sharding import check_replicate
 from memwall_strategy.engine.swap_group import BACKEND, register_backend
-from memwall_strategy.runtime.runtime import device_budget_bytes
+from memwall_strategy.pool.budget import device_budget_bytes
 
 
 def read_options(config: MemwallConfig | None, options: dict[str, Any], owner: str) -> MemwallConfig:
@@ -40,7 +40,8 @@ def check_world(config: MemwallConfig, world: int, device: torch.device, tensor_
     """Refuse options that the number of ranks rules out.
 
     Raises:
-        ConfigError: ``tensor_parallel_size`` or ``replicate`` does not divide, or the budget is above what is there.
+        ConfigError: ``tensor_parallel_size`` or ``replicate`` does not divide, the budget is above what is there, or a
+            list of budgets has another length.
     """
     if not isinstance(tensor_parallel, int) or tensor_parallel < 1 or world % tensor_parallel:
         raise ConfigError(
@@ -50,7 +51,9 @@ def check_world(config: MemwallConfig, world: int, device: torch.device, tensor_
         raise ConfigError("replicate and tensor_parallel_size cannot both be above 1: set one of them to 1.")
     check_replicate(world // tensor_parallel, config.replicate)
     if config.pool.enabled:
-        device_budget_bytes(config, device)
+        check_entries(config.pool, world)
+        if not isinstance(config.pool.device_budget, tuple):  # entries are for other machines too
+            device_budget_bytes(config.pool, device, 0)
 
 
 def group_backend(config: MemwallConfig, device_type: str) -> str:

@@ -35,6 +35,12 @@ class EventKind(StrEnum):
     ACTIVATIONS_KEPT = "activations_kept"
     MEMORY_HIGH = "memory_high"
     BUDGET_EXCEEDED = "budget_exceeded"
+    MEMORY_RELIEVED = "memory_relieved"
+    RELIEF_MEASURED = "relief_measured"
+    MEMORY_RESTORED = "memory_restored"
+    STATE_MOVED = "state_moved"
+    RESERVE_LENT = "reserve_lent"
+    RESERVE_RETURNED = "reserve_returned"
     STEP_ABORTED = "step_aborted"
     LANE_FAILED = "lane_failed"
     PEER_LOST = "peer_lost"
@@ -106,8 +112,36 @@ EVENTS: dict[EventKind, EventType] = {
          "threshold": "that was passed"},
     ),
     EventKind.BUDGET_EXCEEDED: EventType(
-        Severity.ERROR, "a step held more than pool.device_budget; the run ends",
+        Severity.WARNING, "a step held more than pool.device_budget; the next ones hold less, or the run ends",
         {"peak_bytes": "of the step", "budget_bytes": "of this rank"},
+    ),
+    EventKind.MEMORY_RELIEVED: EventType(
+        Severity.INFO, "a step was short; from the next one on less is held on the device",
+        {"relief": "what gives way", "missing_bytes": "on the rank that is shortest", "peak_bytes": "of this rank's "
+         "step, before", "freed_bytes": "on this rank, as predicted"},
+    ),
+    EventKind.RELIEF_MEASURED: EventType(
+        Severity.INFO, "the first measured step after something gave way",
+        {"reliefs": "what gave way", "before_bytes": "this rank's peak before", "predicted_bytes": "its peak as "
+         "predicted", "after_bytes": "its peak as measured"},
+    ),
+    EventKind.MEMORY_RESTORED: EventType(
+        Severity.INFO, "there was room for some steps; what gave way comes back from the next one on",
+        {"relief": "what comes back", "room_bytes": "on the rank that has least", "taken_bytes": "on this rank, as "
+         "predicted"},
+    ),
+    EventKind.STATE_MOVED: EventType(
+        Severity.INFO, "optimizer state was given other places between two steps",
+        {"device_bytes": "that stay on the device now", "host_bytes": "that rest on the host", "disk_bytes": "that "
+         "rest on disk", "slots": "units whose state may be on its way at a time", "slot_bytes": "of each"},
+    ),
+    EventKind.RESERVE_LENT: EventType(
+        Severity.INFO, "a part of the reserve was lent",
+        {"what": "who borrows", "bytes": "of the loan", "left_bytes": "of the reserve"},
+    ),
+    EventKind.RESERVE_RETURNED: EventType(
+        Severity.INFO, "a loan came back to the reserve",
+        {"what": "who borrowed", "bytes": "of the loan", "left_bytes": "of the reserve"},
     ),
     EventKind.STEP_ABORTED: EventType(Severity.ERROR, "an error broke a step; gradients are dropped", _ERROR_FIELDS),
     EventKind.LANE_FAILED: EventType(Severity.ERROR, "a transfer on a lane failed", _ERROR_FIELDS),

@@ -38,6 +38,9 @@ ACCESS_P50_S = "memwall/pool/access_p50_s"
 ACCESS_JITTER = "memwall/pool/access_jitter"
 OFFLOADED_BYTES = "memwall/pool/offloaded_bytes"
 RECOMPUTED_UNITS = "memwall/pool/recomputed_units"
+RESERVE_BYTES = "memwall/pool/reserve_bytes"
+LENT_BYTES = "memwall/pool/lent_bytes"
+RELIEVED = "memwall/pool/relieved"
 EXPOSED_S = "memwall/overlap/exposed_s"
 EXPOSED_FRACTION = "memwall/overlap/exposed_fraction"
 LANE_BUSY_S = "memwall/overlap/lane_busy_s/<lane>"
@@ -65,6 +68,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(ACCESS_JITTER, "1", "their 95th percentile over their median, less 1"),
     Metric(OFFLOADED_BYTES, "B", "activations that rank 0 sent to the host in the step"),
     Metric(RECOMPUTED_UNITS, "1", "forwards of units that rank 0 ran again in the step's backwards"),
+    Metric(RESERVE_BYTES, "B", "what is left of rank 0's reserve, where there is one"),
+    Metric(LENT_BYTES, "B", "what is lent of it"),
+    Metric(RELIEVED, "1", "things that gave way because steps were short, and have not come back"),
     Metric(EXPOSED_S, "s", "time in which rank 0's training thread waited for communication"),
     Metric(EXPOSED_FRACTION, "1", "that time over the step's time"),
     Metric(LANE_BUSY_S, "s", "time in which rank 0's lane was transferring"),

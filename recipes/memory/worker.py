@@ -65,18 +65,25 @@ def raw_copies(sizes: list[int]) -> list[float]:
 
 
 def pool_of(variant: str, task: dict[str, Any], budget_bytes: int | None) -> PoolConfig:
-    """The pool's options of a variant; ``budget_bytes`` forces all state off the device."""
+    """The pool's options of a variant; ``budget_bytes`` forces all state off the device, activations left out."""
     match variant:
         case "off":
             return PoolConfig(enabled=False)
         case "device":
             return PoolConfig()
         case "host" | "host, in backward":
-            return PoolConfig(device_budget=budget_bytes, host_budget="2GiB", optimizer_on="device")
+            return PoolConfig(
+                device_budget=budget_bytes, host_budget="2GiB", optimizer_on="device", activations="keep"
+            )
         case "host, stepped there":
-            return PoolConfig(device_budget=budget_bytes, host_budget="2GiB", optimizer_on="host")
+            return PoolConfig(
+                device_budget=budget_bytes, host_budget="2GiB", optimizer_on="host", activations="keep"
+            )
         case "disk":
-            return PoolConfig(device_budget=budget_bytes, host_budget=0, disk_budget="2GiB", disk_path=task["folder"])
+            return PoolConfig(
+                device_budget=budget_bytes, host_budget=0, disk_budget="2GiB", disk_path=task["folder"],
+                activations="keep",
+            )  # fmt: skip
     raise ValueError(variant)
 
 

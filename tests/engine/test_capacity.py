@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine import capacity
-from memwall_strategy.engine.capacity import available_device_bytes, cgroup_limits
+from memwall_strategy.engine.capacity import available_cores, available_device_bytes, cgroup_limits, cpu_quotas
 
 MIB = 1 << 20
 
@@ -51,6 +53,28 @@ def test_the_smallest_limit_is_shared_among_local_ranks(tmp_path, monkeypatch):
     assert available_device_bytes("cpu") == 64 * MIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert available_device_bytes(torch.device("cpu")) == 16 * MIB
+
+
+def test_cpu_quotas_of_both_versions(tmp_path, monkeypatch):
+    """Case 11: a rank counts on its share of the quota, not on every core of the machine."""
+    proc, root = tmp_path / "cgroup", tmp_path / "fs"
+    assert cpu_quotas(proc, root) == []
+    proc.write_text("0::/machine/job\n")
+    write(root / "cgroup.controllers", "cpu memory")
+    write(root / "machine/job/cpu.max", "max 100000\n")
+    write(root / "machine/cpu.max", "50000 100000\n")
+    assert cpu_quotas(proc, root) == [0.5]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert available_cores(proc, root) == 0.25
+    old = tmp_path / "old"
+    proc.write_text("5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n")
+    write(old / "cpu,cpuacct/cpu.cfs_quota_us", "150000\n")
+    write(old / "cpu,cpuacct/cpu.cfs_period_us", "100000\n")
+    write(old / "cpu,cpuacct/docker/abc/cpu.cfs_quota_us", "-1\n")
+    write(old / "cpu,cpuacct/docker/abc/cpu.cfs_period_us", "100000\n")
+    assert cpu_quotas(proc, old) == [1.5]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert 0 < available_cores() <= len(os.sched_getaffinity(0))
 
 
 def test_this_machine_has_memory(monkeypatch):

@@ -231,7 +231,7 @@ def test_budget_names_what_is_held_and_a_remedy():
         account.check_budget(4096)
     message = str(error.value)
     assert "in backward: this rank held 5.0 KiB (param 1.0 KiB, gathered 4.0 KiB)" in message
-    assert "the budget is 4.0 KiB, 1.0 KiB are missing" in message
+    assert "the budget is 4.0 KiB, 1.0 KiB (1024 bytes) are missing" in message
     assert "overlap.prefetch" in message
 
 

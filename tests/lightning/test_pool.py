@@ -25,10 +25,13 @@ def make(here: Here, where: str, *, world: int, folder: Path | None = None, **op
     """Module, trainer and loader; the optimizer's state on the device, on the host or on disk."""
     pools = {
         "device": PoolConfig(),
-        "host": PoolConfig(device_budget=BUDGET[world], host_budget="64MiB", optimizer_on="device"),
-        "stepped on host": PoolConfig(device_budget=BUDGET[world], host_budget="64MiB"),
+        "host": PoolConfig(
+            device_budget=BUDGET[world], host_budget="64MiB", optimizer_on="device", activations="keep"
+        ),
+        "stepped on host": PoolConfig(device_budget=BUDGET[world], host_budget="64MiB", activations="keep"),
         "disk": PoolConfig(
-            device_budget=BUDGET[world], host_budget=0, disk_budget="64MiB", disk_path=str(folder or here.folder)
+            device_budget=BUDGET[world], host_budget=0, disk_budget="64MiB", disk_path=str(folder or here.folder),
+            activations="keep",
         ),
     }
     torch.manual_seed(1)

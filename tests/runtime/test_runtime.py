@@ -247,7 +247,8 @@ def test_training_goes_on_exactly_after_an_exception(here: Here) -> None:
 
 @on_ranks(2)
 def test_budget(here: Here) -> None:
-    """A budget that cannot hold the model and what its optimizer needs is refused, as one above the machine is."""
+    """A budget that cannot hold the model and what its optimizer needs is refused, as one above the machine is; steps
+    that are short although everything gave way end on every rank."""
     net = make_net("gpt")
     runtime = make_runtime(here, net, pool=PoolConfig(device_budget="20KiB"))
     with pytest.raises(ConfigError, match=r"device tier: 2 slots .* are missing. Raise pool\.device_budget"):
@@ -255,7 +256,8 @@ def test_budget(here: Here) -> None:
     plain = torch.optim.SGD(net.parameters(), lr=0.1)  # keeps no state: nothing to page
     runtime.add_optimizers([plain])
     with pytest.raises(MemwallError, match=r"device budget exceeded"):
-        run(runtime, batches_of(here, "gpt", 1), plain, 1)
+        run(runtime, batches_of(here, "gpt", 8), plain, 1)
+    assert 1 < runtime.steps < 8 and runtime.pool.escalation.eased == ["recompute"] * (runtime.steps - 1)
     runtime.close()
     with pytest.raises(ConfigError, match=r"pool\.device_budget.*that are there"):
         make_runtime(here, make_net("gpt"), pool=PoolConfig(device_budget="900TiB"))

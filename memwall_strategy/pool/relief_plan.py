@@ -1,0 +1,87 @@
+"""What is expected to give way in a run whose activations are known before it starts: its own rules, on a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from memwall_strategy.core.block import Block, Kind
+from memwall_strategy.planner import ActivationSpec, Plan
+from memwall_strategy.pool.activation_relief import OFFLOADING_UNITS, ladder
+from memwall_strategy.pool.state_placement import StatePlacement
+from memwall_strategy.pool.state_plan import with_placement
+from memwall_strategy.pool.state_relief import held_bytes, lowest
+
+
+def with_reliefs(
+    made: Plan,
+    units: Sequence[Mapping[Block, int]],
+    placement: StatePlacement,
+    place: Callable[[int], StatePlacement],
+    activations: ActivationSpec,
+    reserve_bytes: int,
+    *,
+    offload: bool,
+) -> Plan:
+    """The plan after everything gave way that has to, in the run's order.
+
+    Args:
+        made: with all state on the device and all activations kept.
+        units: from ``state_units``.
+        placement: the state's at set-up.
+        place: device bytes for state -> placement.
+        activations: for the plan's micro-batch.
+        reserve_bytes: of the device tier.
+        offload: whether activations may rest on the host.
+    """
+    now = with_placement(made, units, placement)
+    missing = now.peak_bytes - (now.limit_bytes - reserve_bytes)
+    freed: dict[str, int] = {}
+    if missing > 0 and reserve_bytes:
+        freed["reserve"] = min(missing, reserve_bytes)
+        missing -= freed["reserve"]
+    sizes = {block: size for unit in units for block, size in unit.items()}
+    if missing > 0 and sizes:
+        held = held_bytes(placement, sizes)
+        smaller, _ = lowest(place, max(0, held - missing), held)
+        if smaller is not None and (gone := held - held_bytes(smaller, sizes)) > 0:
+            freed["optimizer state"] = gone
+            missing -= gone
+            now = with_placement(made, units, smaller)
+    for name, gone in _activations(activations, missing, offload=offload):
+        freed[name] = gone
+        now = _without(now, gone)
+    if not freed:
+        return now
+    fits = now.peak_bytes <= now.limit_bytes
+    return replace(now, reliefs=freed, fits=fits, advice=None if fits else now.advice)
+
+
+def _activations(spec: ActivationSpec, missing: int, *, offload: bool) -> list[tuple[str, int]]:
+    """(what gives way, bytes) of activations, until nothing is missing or nothing is left."""
+    found: list[tuple[str, int]] = []
+    count, kept = len(spec.unit_bytes), sum(spec.unit_bytes)
+    if missing <= 0 or not count:
+        return found
+    shares = [rung.share for rung in ladder([str(number) for number in range(count)])]
+    share = next((each for each in shares if (1 - each) * kept >= missing), shares[-1])
+    found.append(("recompute", math.ceil((1 - share) * kept)))
+    missing -= found[0][1]
+    each = (int(share * kept) - OFFLOADING_UNITS * kept // count) // count
+    if missing > 0 and offload and each > 0:
+        found.append(("offload", min(count, math.ceil(missing / each)) * each))
+    return found
+
+
+def _without(made: Plan, activation_bytes: int) -> Plan:
+    """So many bytes of activations less, wherever there are as many."""
+
+    def less(kinds: Mapping[str, int]) -> dict[str, int]:
+        return {kind: max(0, n - activation_bytes) if kind == Kind.ACTIVATION else n for kind, n in kinds.items()}
+
+    return replace(
+        made,
+        peaks={phase: less(kinds) for phase, kinds in made.peaks.items()},
+        kind_peaks={phase: less(kinds) for phase, kinds in made.kind_peaks.items()},
+    )
