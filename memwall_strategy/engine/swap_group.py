@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import _DistributedBackendOptions  # private: wh
 from memwall_strategy.core.errors import CollectiveError, ConfigError, MemwallError
 from memwall_strategy.engine.group_proxy import BACKEND, SwapGroup, SwapWork
 from memwall_strategy.engine.inner_group import CudaBackend, GroupSpec, InnerGroup
+from memwall_strategy.engine.leavable_wait import Helper, end_helpers
 from memwall_strategy.engine.peer_verdict import Progress, brief
 from memwall_strategy.engine.peer_watch import DEFAULT_GRACE_S, PeerWatch
 
@@ -228,6 +229,7 @@ class _Groups:
         global _groups
         if self.watch is not None:
             self.watch.stop()
+        end_helpers()
         if _groups is self:
             _groups = None
 
@@ -308,10 +310,10 @@ def _at_exit() -> None:
 
 
 def _threads_waiting() -> bool:
-    """Whether a thread is inside ``SwapWork.wait``."""
+    """Whether a thread is inside ``SwapWork.wait``, or a helper inside gloo."""
     for frame in sys._current_frames().values():
         while frame is not None:
-            if frame.f_code is SwapWork.wait.__code__:
+            if frame.f_code in (SwapWork.wait.__code__, Helper.sleep.__code__):
                 return True
             frame = frame.f_back
     return False
