@@ -30,6 +30,7 @@ from memwall_strategy.core.errors import CollectiveError, ConfigError, MemwallEr
 from memwall_strategy.engine.group_proxy import BACKEND, SwapGroup, SwapWork
 from memwall_strategy.engine.inner_group import CudaBackend, GroupSpec, InnerGroup
 from memwall_strategy.engine.leavable_wait import Helper, end_helpers
+from memwall_strategy.engine.peer_notes import PeerNotes
 from memwall_strategy.engine.peer_verdict import Progress, brief
 from memwall_strategy.engine.peer_watch import DEFAULT_GRACE_S, PeerWatch
 
@@ -124,6 +125,11 @@ def report_failure(reason: str) -> MemwallError | None:
     if _groups is None or _groups.watch is None:
         return None
     return _groups.watch.fail(_groups.epoch, _groups.watch.failure("", reason))
+
+
+def peer_notes() -> PeerNotes | None:
+    """What the ranks write to each other without collectives, in the present epoch; None where there is nobody."""
+    return _groups.watch.notes() if _groups is not None and _groups.watch is not None else None
 
 
 def group_health() -> GroupHealth:

@@ -152,7 +152,7 @@ def test_a_transfer_that_is_half_way_is_left_when_the_peer_is_killed() -> None:
     """gloo tells nobody who waits for such a transfer: the wait would last until the group's timeout."""
     met, killed = run_ranks(worker_half_way, 2, expect_exit={1: -9}, timeout_s=60)
     assert killed is None
-    assert {name: each[:2] for name, each in met.items()} == dict.fromkeys(met, ["PeerLost", [1]]), met
+    assert {name: each[:2] for name, each in met.items()} == {name: ["PeerLost", [1]] for name in met}, met
 
 
 # -- workers: everybody is alive --
