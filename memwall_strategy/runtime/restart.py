@@ -208,8 +208,8 @@ class StepRestart:
             steps = ", ".join(f"rank {rank} in {note['step']}" for rank, note in found.items())
             refusals = {next(iter(short)): f"the ranks were in different steps ({steps}). Resume from a checkpoint"}
         if refusals:
-            rank, why = next(iter(refusals.items()))
-            self._give_up(short, f"The step cannot begin anew: on rank {rank}, {why}.", error)
+            rank = min(refusals, key=lambda each: (each not in short, each))
+            self._give_up(short, f"The step cannot begin anew: on rank {rank}, {refusals[rank]}.", error)
         self._reset(error)
         own = found[self._rank]
         freed_bytes = self._make_room(max(1, own["asked"]) if own["text"] else 0)
