@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from memwall_strategy.core.errors import MemwallError
+
 _CPU_WORDS = ("not enough memory: you tried to allocate", "can't allocate memory: you tried to allocate")
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)?")
@@ -32,7 +34,8 @@ def asked_bytes(error: BaseException) -> int:
 def _is_shortage(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_WORDS)
+    # memwall's own errors may quote another rank's
+    return isinstance(error, RuntimeError) and not isinstance(error, MemwallError) and any(words in str(error) for words in _CPU_WORDS)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

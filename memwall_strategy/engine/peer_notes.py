@@ -21,11 +21,20 @@ class PeerNotes:
         store: the job's; the prefix is this epoch's own.
         rank, world: this process's rank and their number.
         gone: why a rank will write no more, or an empty string.
+
+    Attributes:
+        topics: topics that this rank numbered so far.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, world: int, gone: Callable[[int], str]) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, store: dist.Store, *, epoch: int, rank: int, world: int, gone: Callable[[int], str]) -> None:
+        self.epoch, self.rank, self.world = epoch, rank, world
+        self.topics = 0
         self._store, self._gone = store, gone
+
+    def numbered(self, topic: str) -> str:
+        """A topic that is new in this epoch, and the same on all ranks that number their topics alike."""
+        self.topics += 1
+        return f"{topic}/{self.topics}"
 
     def write(self, topic: str, note: Any) -> None:
         """Leave this rank's note; the first on a topic counts."""

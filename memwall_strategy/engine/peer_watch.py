@@ -106,6 +106,7 @@ class PeerWatch:
         self._groups = groups
         self._lock = threading.Lock()
         self._rounds: dict[int, _Round] = {}
+        self._notes: PeerNotes | None = None
         self._stopping = threading.Event()
         root = _root_of(store)
         self._is_tcp = isinstance(root, dist.TCPStore)
@@ -140,8 +141,10 @@ class PeerWatch:
 
     def notes(self) -> PeerNotes:
         """What the ranks write to each other in the present epoch."""
-        store = dist.PrefixStore(f"{self.epoch}/notes", self._talk)
-        return PeerNotes(store, rank=self.rank, world=self.world, gone=self._gone)
+        if self._notes is None or self._notes.epoch != self.epoch:
+            store = dist.PrefixStore(f"{self.epoch}/notes", self._talk)
+            self._notes = PeerNotes(store, epoch=self.epoch, rank=self.rank, world=self.world, gone=self._gone)
+        return self._notes
 
     # -- life --
 

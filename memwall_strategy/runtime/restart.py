@@ -78,7 +78,6 @@ class StepRestart:
         self._modules: list[nn.Module] | None = None
         self._buffers: BufferMark | None = None
         self._restarts = 0
-        self._aborts = 0
         self.broke_in: Phase | None = None
         """The phase that an error broke."""
 
@@ -152,8 +151,7 @@ class StepRestart:
         text = f"{type(error).__name__}: {error}".split("\n")[0]
         try:
             if not _tripped():
-                self._aborts += 1
-                topic = f"{_ENDED}/{self._aborts}"
+                topic = notes.numbered(_ENDED)
                 notes.write(topic, text)
                 if len(notes.all_within(topic, _TOGETHER_S)) == notes.world:
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memwall_strategy.config import MemwallConfig, PoolConfig
+from memwall_strategy.config import MemwallConfig, OverlapConfig
 from memwall_strategy.core.errors import CollectiveError, MemwallError, RankOutOfMemory
 from memwall_strategy.engine import reducer, swap_group
 from memwall_strategy.engine.sharding import data_parallel_mesh
@@ -69,14 +70,29 @@ class Plan:
         self.passed += 1
         if self.passed >= self.at and self.left:
             self.left -= 1
+            if self.error is MemoryError:
+                allocate_too_much()
             raise self.error(SHORT)
 
 
-def train(rank: int, world: int, plan: Plan | None, pool: Any = None) -> dict[str, Any]:
+def allocate_too_much() -> None:
+    """A real shortage on CPU: 256 MiB under a limit of this process that leaves 32."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    with open("/proc/self/status") as status:
+        used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + 2**25, hard))
+    try:
+        torch.empty(2**28, dtype=torch.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def train(rank: int, world: int, plan: Plan | None, pool: Any = None, **options: Any) -> dict[str, Any]:
     """Some steps of accumulated micro-batches; what they left, and which events they told."""
     torch.manual_seed(1)
     net = Net()
-    runtime = Runtime(MemwallConfig(pool=PoolConfig()), mesh=data_parallel_mesh("cpu", world, 1))
+    config = MemwallConfig(**options)
+    runtime = Runtime(config, mesh=data_parallel_mesh("cpu", world, config.replicate))
     events: list[Any] = []
     runtime.events.subscribe(events.append)
     if plan is not None:
@@ -135,10 +151,13 @@ def worker_restarts(rank: int, world: int) -> dict[str, Any]:
         "forward": Plan("forward", mid) if rank == one else None,
         "backward, last": Plan("backward", last) if rank == one else None,
         "first": Plan("forward", 1) if rank == 0 else None,
+        "real": Plan("forward", mid, error=MemoryError) if rank == one else None,
         "lane": Plan("lane", 3 * mid) if rank == one else None,  # several transfers pass in a backward
     }
     for name, plan in plans.items():
         runs[name] = train(rank, world, plan)
+    plan = Plan("forward", mid) if rank == one else None
+    runs["stock"] = train(rank, world, plan, overlap=OverlapConfig(lanes=False))
     runs["both"] = train(rank, world, Plan("forward", mid) if rank in (0, one) else None, lambda missing_bytes: 1)
     given: list[int] = []
 
@@ -166,7 +185,8 @@ def check_restarts(results: list[dict[str, Any]]) -> None:
             assert all(event[1] == ranks for event in run["events"]), (name, run["events"])
             phase = "backward" if name in ("backward, last", "lane") else "forward"
             if name != "lane":  # whichever wait meets it
-                assert run["events"][0][2:] == [phase, 2**31], (name, run["events"])
+                asked_bytes = 2**28 if name == "real" else 2**31
+                assert run["events"][0][2:] == [phase, asked_bytes], (name, run["events"])
         assert result["given"] == ([2**31] * 3 if rank == one else [0] * 3)
 
 
