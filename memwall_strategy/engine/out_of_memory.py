@@ -34,8 +34,9 @@ def asked_bytes(error: BaseException) -> int:
 def _is_shortage(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    # memwall's own errors may quote another rank's
-    return isinstance(error, RuntimeError) and not isinstance(error, MemwallError) and any(words in str(error) for words in _CPU_WORDS)
+    if isinstance(error, MemwallError) or not isinstance(error, RuntimeError):
+        return False  # memwall's own errors may quote another rank's
+    return any(words in str(error) for words in _CPU_WORDS)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -54,6 +54,9 @@ _SETTLE_S = 0.2
 _TOGETHER_S = 2.0
 """How long a rank whose error ends its step waits whether all others met one too: then nobody is left waiting."""
 
+_JOIN_S = 120.0
+"""How long the ranks, which have agreed just now, wait for each other to build new groups."""
+
 _REMEDIES = (
     "Use a smaller micro-batch with more accumulation, pool.activations='recompute', or a pool.device_budget below "
     "what the device has, so that the pool makes room before it is short."
@@ -173,7 +176,10 @@ class StepRestart:
         if not isinstance(verdict, CollectiveError):
             return False
         notes = peer_notes()
-        return notes is not None and any(note["text"] for note in notes.read(_NOTES, verdict.ranks).values())
+        try:
+            return notes is not None and any(note["text"] for note in notes.read(_NOTES, verdict.ranks).values())
+        except dist.DistError:  # the store went with its host: the verdict on that is the error to raise
+            return False
 
     def _why_not(self, refused: str) -> str:
         if not refused and self._buffers is None:
@@ -227,13 +233,16 @@ class StepRestart:
         if _alone():
             return {self._rank: note}
         notes = peer_notes()
-        notes.write(_NOTES, note)
-        if shortage is not None and not _tripped():
-            time.sleep(_SETTLE_S)
-            verdict = report_failure(f"out of memory in {note['phase']}: {note['text']}")
-            if isinstance(verdict, PeerLost):
-                raise verdict from shortage
-        return dict(sorted(notes.all(_NOTES, self._runtime.config.timeout_s).items()))
+        try:
+            notes.write(_NOTES, note)
+            if shortage is not None and not _tripped():
+                time.sleep(_SETTLE_S)
+                verdict = report_failure(f"out of memory in {note['phase']}: {note['text']}")
+                if isinstance(verdict, PeerLost):
+                    raise verdict from shortage
+            return dict(sorted(notes.all(_NOTES, self._runtime.config.timeout_s).items()))
+        except dist.DistError as unreachable:
+            raise report_failure("the job's store cannot be reached") from unreachable
 
     @property
     def _rank(self) -> int:
@@ -259,7 +268,7 @@ class StepRestart:
         if runtime.device.type == "cuda":
             torch.cuda.empty_cache()
         if not _alone():
-            configure(health.epoch + 1, timeout_s=runtime.config.timeout_s)
+            configure(health.epoch + 1, timeout_s=min(_JOIN_S, runtime.config.timeout_s))
 
     def _make_room(self, missing_bytes: int) -> int:
         pool = self._runtime.pool

@@ -87,7 +87,7 @@ def allocate_too_much() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def train(rank: int, world: int, plan: Plan | None, pool: Any = None, **options: Any) -> dict[str, Any]:
+def train(rank: int, world: int, plan: Plan | None, escalate: Any = None, **options: Any) -> dict[str, Any]:
     """Some steps of accumulated micro-batches; what they left, and which events they told."""
     torch.manual_seed(1)
     net = Net()
@@ -102,8 +102,8 @@ def train(rank: int, world: int, plan: Plan | None, pool: Any = None, **options:
     good = reducer._reduce_scatter
     if plan is not None:
         reducer._reduce_scatter = lambda *args: (plan.passes("lane"), good(*args))
-    if pool is not None:
-        runtime.pool.escalate = pool
+    if escalate is not None:
+        runtime.pool.escalate = escalate
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     if plan is not None:
         optimizer.register_step_pre_hook(lambda *_: plan.passes("optimizer"))
