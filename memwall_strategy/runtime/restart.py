@@ -242,7 +242,7 @@ class StepRestart:
                     raise verdict from shortage
             return dict(sorted(notes.all(_NOTES, self._runtime.config.timeout_s).items()))
         except dist.DistError as unreachable:
-            raise report_failure("the job's store cannot be reached") from unreachable
+            raise PeerLost(f"the job's store was lost while the ranks agreed: {unreachable}") from unreachable
 
     @property
     def _rank(self) -> int:
