@@ -283,6 +283,8 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
 
     def _run_closure(self, closure: Callable[[], Any], batch_idx: int) -> Any:
         """Forward and backward of one micro-batch; again, with those before it, where a rank ran out of memory."""
+        if self._journal is None:  # of an earlier run of the trainer
+            return closure()
         self.runtime.begin_step()
         last = not self._accumulating
         self._journal.begin(observed=last or self._gradients_observed())
