@@ -47,6 +47,9 @@ from memwall_strategy.runtime import Runtime
 from memwall_strategy.runtime.data import position_loader
 from memwall_strategy.runtime.input_clock import InputClock, timed
 
+_DROPPED = "memwall_dropped_step"
+"""Attribute of an exception whose step was dropped, so that this happens once whoever meets it first."""
+
 
 class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
     """``accelerate.Accelerator`` over memwall's runtime.
@@ -91,7 +94,6 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
         self._scopes: dict[nn.Module, ForwardScope] = {}
         self._tokens = TokenWeights(self.device)
         self._held_back = 0
-        self._aborted: int | None = None
         self._finalizer = weakref.finalize(self, _close_all, self.memwall.runtimes, self._checkpointers())
 
     # -- set-up --
@@ -305,9 +307,9 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
 
     def _abort(self, error: BaseException) -> None:
         """Leave no gradient of a broken step; once for an exception, whoever meets it first."""
-        if self._aborted == id(error):
+        if getattr(error, _DROPPED, None) == id(self):
             return
-        self._aborted = id(error)
+        setattr(error, _DROPPED, id(self))  # on the error: a number that stands for it may come again
         self._forget_step()
         for scope in self._scopes.values():
             scope.runtime.abort_step(error)

@@ -73,6 +73,20 @@ class CollectiveError(MemwallError):
         self.ranks = ranks
 
 
+class RankOutOfMemory(MemwallError):
+    """A rank ran out of memory, and the step could not be restarted, or not with less memory. The same on every rank.
+
+    Attributes:
+        ranks: global ranks that ran out of memory, ascending.
+        phase: of the step, on the first of them: ``forward``, ``backward``, ``step``...
+        asked_bytes: of the allocation that failed there; 0 where unknown.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...], phase: str, asked_bytes: int) -> None:
+        super().__init__(message)
+        self.ranks, self.phase, self.asked_bytes = ranks, phase, asked_bytes
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest allowed name, or an empty string when none is close."""
     match = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)

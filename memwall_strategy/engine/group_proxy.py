@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed import ProcessGroup
 from memwall_strategy.core.errors import CollectiveError, MemwallError
 from memwall_strategy.engine import inner_group
 from memwall_strategy.engine.inner_group import GroupSpec, InnerGroup
+from memwall_strategy.engine.leavable_wait import wait_by_helper, wait_in_slices
 from memwall_strategy.engine.peer_verdict import brief
 
 BACKEND = "memwall"
@@ -62,9 +64,17 @@ class SwapWork(dist.Work):
             CollectiveError: it failed or timed out with everybody alive; or the caller's own ``timeout`` ran out.
         """
         try:
-            return self._work.wait(timeout)
+            return self._wait(timeout)
         except RuntimeError as error:
             self._group._raise_named(self._name, self._inner, error, timeout)
+
+    def _wait(self, timeout: timedelta) -> bool:
+        work, inner = self._work, self._inner
+        if inner.is_gloo and self._name in POINT_TO_POINT:
+            return wait_by_helper(partial(work.wait, timeout), inner)
+        if inner.is_gloo and self._name in COLLECTIVES:
+            return wait_in_slices(work, None if timeout == _NO_TIMEOUT else timeout, inner)
+        return work.wait(timeout)
 
     def get_future(self) -> torch.futures.Future:
         """The inner future; a failure's text begins with the named error, torch makes it a RuntimeError."""

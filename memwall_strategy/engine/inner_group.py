@@ -6,7 +6,9 @@ fake backend: its collectives return at once and move nothing, for a process tha
 
 Cutting: ``abort()`` of gloo does not free a thread that is stuck in a collective. What frees it is gloo's own rule that
 a receive which times out closes every connection of its context: a receive that nobody answers, given one
-millisecond, therefore ends all collectives of this process on this group, and closes the sockets to its peers.
+millisecond, therefore ends all collectives of this process on this group, and closes the sockets to its peers. All but
+those that are half way through a transfer with a peer: whoever waits for these leaves a moment after the cut, see
+``leavable_wait``.
 
 A cut group is leaked on purpose: its destructor joins gloo's threads, and a run must not depend on them ending.
 """
@@ -14,6 +16,7 @@ A cut group is leaked on purpose: its destructor joins gloo's threads, and a run
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -32,7 +35,13 @@ CudaBackend = Literal["gloo", "nccl"]
 _CUT_TAG = 0x6D77
 """Tag of the receive that nobody answers; point-to-point calls of users must not wait on this one."""
 
+_PROBE_TAG = 0x6D78
+"""Tag of the receives that only try whether a connection stands."""
+
 _CUT_TIMEOUT = timedelta(milliseconds=1)
+
+_LEAVE_AFTER_S = 1.0
+"""After a cut: how long a waiting thread gives gloo to say itself what happened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +70,29 @@ class GroupSpec:
 class InnerGroup:
     """One epoch's real group."""
 
-    __slots__ = ("backends", "epoch", "group")
+    __slots__ = ("_cut_s", "backends", "epoch", "group", "is_gloo")
 
     def __init__(self, epoch: int, group: ProcessGroup, backends: dict[str, Backend]) -> None:
         self.epoch = epoch
         self.group = group
         self.backends = backends
+        self.is_gloo = all(isinstance(backend, ProcessGroupGloo) for backend in backends.values())
+        """Whether every work of it is gloo's: NCCL's ends with ``abort``, and takes a wait's limit as a failure."""
+        self._cut_s: float | None = None
+
+    def was_cut(self) -> bool:
+        """Whether it was cut so long ago that what has not ended by now will not."""
+        return self._cut_s is not None and time.monotonic() - self._cut_s > _LEAVE_AFTER_S
+
+    def broken(self) -> str:
+        """What ended one of the connections of gloo, or an empty string."""
+        # A receive is posted on an open connection in silence, and refused on one that has ended.
+        for peer in self._peers():
+            try:
+                self.group.recv([torch.empty(1)], peer, _PROBE_TAG)
+            except RuntimeError as error:
+                return str(error)
+        return ""
 
     def cut(self) -> None:
         """Close every connection to the peers, so that nothing of this group stays stuck, here or there."""
@@ -76,6 +102,7 @@ class InnerGroup:
                     self._cut_gloo()
             elif not isinstance(backend, FakeProcessGroup):
                 backend.abort()
+        self._cut_s = time.monotonic()
         self.leak()
 
     def leak(self) -> None:
@@ -87,15 +114,15 @@ class InnerGroup:
         # Private: relies on gloo's UnboundBuffer::waitRecv, which on a time-out of its own calls
         # Context::signalException on ALL pairs ("Application timeout caused pair closure").
         # A receive from a peer that is gone already fails in another way and closes nothing: try the next.
-        own = self.group.rank()
-        for peer in range(self.group.size()):
-            if peer == own:
-                continue
+        for peer in self._peers():
             try:
                 self.group.recv([torch.empty(1)], peer, _CUT_TAG).wait(_CUT_TIMEOUT)
             except RuntimeError as error:
                 if "Timed out" in str(error):
                     return
+
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self.group.size()) if rank != self.group.rank()]
 
 
 def build(spec: GroupSpec, store: dist.Store, epoch: int) -> InnerGroup:

@@ -162,6 +162,23 @@ def time_fetches(trainer: Any, clock: AbstractContextManager[Any]) -> None:
     epoch_loop._on_before_fetch, epoch_loop._on_after_fetch = before, after
 
 
+def around_closures(trainer: Any, run: Callable[[Callable[[], Any], int], Any]) -> None:
+    """Let ``run(closure, batch_idx)`` call the closure of each micro-batch of automatic optimization.
+
+    Relies on ``_AutomaticOptimization._make_closure(kwargs, optimizer, batch_idx)``, whose ``Closure`` keeps the result
+    of its method ``closure``: that method is replaced on the instance.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+
+    def make(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        closure = type(loop)._make_closure(loop, kwargs, optimizer, batch_idx)
+        inner = closure.closure
+        closure.closure = lambda *args, **options: run(lambda: inner(*args, **options), batch_idx)
+        return closure
+
+    loop._make_closure = make
+
+
 class ModelParallelSeams:
     """Mixin before Lightning's ``ModelParallelStrategy``: the private methods whose behaviour memwall changes.
 

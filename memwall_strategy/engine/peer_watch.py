@@ -28,11 +28,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from memwall_strategy.core.errors import CollectiveError, MemwallError, PeerLost
+from memwall_strategy.engine.peer_notes import PeerNotes
 from memwall_strategy.engine.peer_verdict import (
     REMEDY,
     Failure,
@@ -105,6 +106,7 @@ class PeerWatch:
         self._groups = groups
         self._lock = threading.Lock()
         self._rounds: dict[int, _Round] = {}
+        self._notes: PeerNotes | None = None
         self._stopping = threading.Event()
         root = _root_of(store)
         self._is_tcp = isinstance(root, dist.TCPStore)
@@ -136,6 +138,13 @@ class PeerWatch:
         with self._lock:
             found = self._rounds.get(self.epoch)
         return found.error() if found is not None and found.settled.is_set() else None
+
+    def notes(self) -> PeerNotes:
+        """What the ranks write to each other in the present epoch."""
+        if self._notes is None or self._notes.epoch != self.epoch:
+            store = dist.PrefixStore(f"{self.epoch}/notes", self._talk)
+            self._notes = PeerNotes(store, epoch=self.epoch, rank=self.rank, world=self.world, gone=self._gone)
+        return self._notes
 
     # -- life --
 
@@ -257,13 +266,11 @@ class PeerWatch:
                 if self._talk.check([key]):
                     reports[rank] = json.loads(self._talk.get(key))
                     continue
-                member = json.loads(self._talk.get(f"member/{rank}")) if self._talk.check([f"member/{rank}"]) else None
+                member = self._member(rank)
                 if member is not None and member["epoch"] > epoch:
                     reports[rank] = {}  # it went on, and left this epoch behind
-                elif member is not None and member["left"]:
-                    lost[rank] = "it had ended its process group"
-                elif member is not None and has_ended(member):
-                    lost[rank] = f"its process {member['pid']} ended"
+                elif why := self._gone(rank):
+                    lost[rank] = why
                 elif late:
                     lost[rank] = f"it did not answer within {self.grace_s:.0f} s"
             time.sleep(_POLL_S)
@@ -319,6 +326,18 @@ class PeerWatch:
         return False
 
     # -- the store --
+
+    def _member(self, rank: int) -> dict[str, Any] | None:
+        return json.loads(self._talk.get(f"member/{rank}")) if self._talk.check([f"member/{rank}"]) else None
+
+    def _gone(self, rank: int) -> str:
+        """Why this rank takes part no more, or an empty string."""
+        member = self._member(rank)
+        if member is None:
+            return ""
+        if member["left"]:
+            return "it had ended its process group"
+        return f"its process {member['pid']} ended" if has_ended(member) else ""
 
     def _introduce(self, *, left: bool = False) -> None:
         self._talk.set(f"member/{self.rank}", json.dumps({**identity(), "epoch": self.epoch, "left": left}))

@@ -29,6 +29,8 @@ from torch._C._distributed_c10d import _DistributedBackendOptions  # private: wh
 from memwall_strategy.core.errors import CollectiveError, ConfigError, MemwallError
 from memwall_strategy.engine.group_proxy import BACKEND, SwapGroup, SwapWork
 from memwall_strategy.engine.inner_group import CudaBackend, GroupSpec, InnerGroup
+from memwall_strategy.engine.leavable_wait import Helper, end_helpers
+from memwall_strategy.engine.peer_notes import PeerNotes
 from memwall_strategy.engine.peer_verdict import Progress, brief
 from memwall_strategy.engine.peer_watch import DEFAULT_GRACE_S, PeerWatch
 
@@ -123,6 +125,11 @@ def report_failure(reason: str) -> MemwallError | None:
     if _groups is None or _groups.watch is None:
         return None
     return _groups.watch.fail(_groups.epoch, _groups.watch.failure("", reason))
+
+
+def peer_notes() -> PeerNotes | None:
+    """What the ranks write to each other without collectives, in the present epoch; None where there is nobody."""
+    return _groups.watch.notes() if _groups is not None and _groups.watch is not None else None
 
 
 def group_health() -> GroupHealth:
@@ -228,6 +235,7 @@ class _Groups:
         global _groups
         if self.watch is not None:
             self.watch.stop()
+        end_helpers()
         if _groups is self:
             _groups = None
 
@@ -308,10 +316,10 @@ def _at_exit() -> None:
 
 
 def _threads_waiting() -> bool:
-    """Whether a thread is inside ``SwapWork.wait``."""
+    """Whether a thread is inside ``SwapWork.wait``, or a helper inside gloo."""
     for frame in sys._current_frames().values():
         while frame is not None:
-            if frame.f_code is SwapWork.wait.__code__:
+            if frame.f_code in (SwapWork.wait.__code__, Helper.sleep.__code__):
                 return True
             frame = frame.f_back
     return False

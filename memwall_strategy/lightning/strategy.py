@@ -24,6 +24,7 @@ from memwall_strategy.core.block import Phase
 from memwall_strategy.core.errors import ConfigError, MemwallError
 from memwall_strategy.engine.lightning_bridge import (
     ModelParallelSeams,
+    around_closures,
     choose_precision_by_strategy,
     install_stop_agreement,
     mark_training_data,
@@ -38,6 +39,7 @@ from memwall_strategy.engine.processes import die_with_parent
 from memwall_strategy.engine.sharding import data_parallel_mesh, is_sharded
 from memwall_strategy.engine.sync_norm import synchronize_batch_norms
 from memwall_strategy.lightning.checkpoints import CheckpointMethods
+from memwall_strategy.lightning.journal import Journal, MicroBatch, loss_in
 from memwall_strategy.lightning.precision import precision_class
 from memwall_strategy.lightning.world import WorldMethods, choose_precision, divided, read_options, sum_for
 from memwall_strategy.runtime import Runtime
@@ -85,6 +87,8 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
         self._wanted_tensor_parallel = tensor_parallel_size
         self._failed = False
         self._training_data = False
+        self._journal: Journal | None = None
+        self._accumulating = False
         super().__init__(
             save_distributed_checkpoint=self.config.checkpoint == "sharded",
             process_group_backend=process_group_backend,
@@ -132,6 +136,9 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
             self.runtime.add_optimizers(self.optimizers)
             install_stop_agreement(trainer, lambda: self.save_on_sigterm(trainer), self.restore_rng_once)
             time_fetches(trainer, self.runtime.input_clock)
+            if module.automatic_optimization and self.runtime.restart.enabled:
+                self._journal = Journal(module)
+                around_closures(trainer, self._run_closure)
         self.setup_precision_plugin()
         self.start_checkpoints()
 
@@ -229,36 +236,94 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.runtime.begin_batch()
+        if self._journal is not None:
+            self._journal.current.step_args = (args, kwargs)
+            return self._forward(*args, **kwargs)
+        with self.runtime.restart.named("manual optimization steps by itself"):
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         with self.runtime.phase(Phase.FORWARD), _explain_outside_forward():
             output = super().training_step(*args, **kwargs)
         self.runtime.count(output)
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.runtime.phase(Phase.FORWARD), _explain_outside_forward():
+        with self._evaluation("validation"):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.runtime.phase(Phase.FORWARD), _explain_outside_forward():
+        with self._evaluation("a test"):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.runtime.phase(Phase.FORWARD), _explain_outside_forward():
+        with self._evaluation("a prediction"):
             return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluation(self, what: str) -> Generator[None, None, None]:
+        named = self.runtime.restart.named(f"it was in {what}, which is not run again")
+        with named, self.runtime.phase(Phase.FORWARD), _explain_outside_forward():
+            yield
 
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.runtime.begin_step()
         weight = batch_weight(self.lightning_module.trainer)
+        if self._journal is not None:
+            self._journal.current.backward_args, self._journal.current.weight = (args, kwargs), weight
+        return self._backward(closure_loss, weight, *args, **kwargs)
+
+    def _backward(self, closure_loss: torch.Tensor, weight: float, *args: Any, **kwargs: Any) -> torch.Tensor:
         if weight != 1.0:  # the last steps of an epoch that does not divide evenly; see runtime.sampler
             closure_loss = closure_loss * weight
         with self.runtime.phase(Phase.BACKWARD):
             return super().backward(closure_loss, *args, **kwargs)
 
+    # -- a step that begins anew, see runtime.restart --
+
+    def _run_closure(self, closure: Callable[[], Any], batch_idx: int) -> Any:
+        """Forward and backward of one micro-batch; again, with those before it, where a rank ran out of memory."""
+        if self._journal is None:  # of an earlier run of the trainer
+            return closure()
+        self.runtime.begin_step()
+        last = not self._accumulating
+        self._journal.begin(observed=last or self._gradients_observed())
+
+        def run() -> Any:
+            output = closure()
+            if last:
+                self.runtime.land_gradients()
+            return output
+
+        return self.runtime.restart.protect(
+            run, lambda: self._journal.run_again(self._run_again), self._refused, stepping=last
+        )
+
+    def _run_again(self, micro_batch: MicroBatch) -> None:
+        (step_args, step_options), (args, options) = micro_batch.step_args, micro_batch.backward_args
+        with self.runtime.micro_batch(last=False, observed=micro_batch.observed):
+            output = self._forward(*step_args, **step_options)
+            loss = loss_in(output, self.lightning_module.trainer.accumulate_grad_batches)
+            self._backward(loss, micro_batch.weight, *args, **options)
+
+    def _refused(self) -> str:
+        """Why a step cannot be computed again."""
+        if self.config.overlap.enabled and self.config.overlap.optimizer_in_backward:
+            return "overlap.optimizer_in_backward=true lets units step inside the backward"
+        for name, each in self.lightning_module.named_modules():
+            if any(f"{kind.__module__}.".startswith("torchmetrics.") for kind in type(each).__mro__):
+                return f"{name!r} is a torchmetrics metric, which would count the step's micro-batches twice"
+        return ""
+
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Lightning wraps every micro-batch but the last of an accumulation in this."""
-        with self.runtime.micro_batch(last=False, observed=self._gradients_observed()):
-            yield
+        self._accumulating = True
+        try:
+            with self.runtime.micro_batch(last=False, observed=self._gradients_observed()):
+                yield
+        finally:
+            self._accumulating = False
 
     def _gradients_observed(self) -> bool:
         """Whether anybody may look at gradients after a backward that no optimizer step follows.
@@ -282,9 +347,11 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         self.runtime.begin_step()
-        with self.runtime.phase(Phase.STEP):
+        with self.runtime.restart.named(), self.runtime.phase(Phase.STEP):
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.runtime.end_step()
+        if self._journal is not None:
+            self._journal.end_step()
         return output
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -296,11 +363,16 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
         """Leave the engine at rest, so that a notebook or a test may go on with the model."""
         if self.runtime is not None and not isinstance(exception, (KeyboardInterrupt, SystemExit)):
             self.runtime.abort_step(exception)
+        if self._journal is not None:
+            self._journal.end_step()
         self._failed = True
         super().on_exception(exception)
 
     def teardown(self) -> None:
         self.stop_checkpoints(failed=self._failed)
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
         if self.runtime is not None:
             self.runtime.close()
         die_with_parent(False)  # whatever the script does next need not end with rank 0

@@ -143,9 +143,19 @@ class PoolPillar(BasePillar):
         self.activations.set(modes, together)
         self._chosen |= {*modes, *(name for segment in together for name in segment)}
 
-    def escalate(self, missing_bytes: int) -> int:
-        """``Escalation.escalate``: let things give way between two steps, on all ranks together."""
-        return self.escalation.escalate(missing_bytes)
+    def escalate(self, missing_bytes: int, *, stepping: bool = False) -> int:
+        """``Escalation.escalate``: let things give way between two steps, on all ranks together.
+
+        Args:
+            missing_bytes: on this rank.
+            stepping: in the closure of an optimizer's ``step``. One that is not pooled will then step its state where
+                it finds it, so the state stays where it is.
+        """
+        self._state.may_move = not stepping or all(isinstance(each, PooledOptimizer) for each in self._optimizers)
+        try:
+            return self.escalation.escalate(missing_bytes)
+        finally:
+            self._state.may_move = True
 
     def optimizers_ready(self, runtime: Runtime) -> None:
         """Place the state of ``runtime.optimizers``, and page what does not fit.

@@ -56,6 +56,8 @@ class StateRelief:
     name = "optimizer state"
     alike = False
     """Each rank pages what it misses itself: results do not depend on it, and nobody waits for it."""
+    may_move = True
+    """False while an optimizer that is not pooled is inside its ``step``."""
 
     def __init__(self, place: Callable[[int], StatePlacement], move: Callable[[StatePlacement], None]) -> None:
         self._place, self._move = place, move
@@ -74,7 +76,7 @@ class StateRelief:
 
     def relieve(self, missing_bytes: int) -> int:
         """Place the state in a room that is smaller by what is missing, or as small as can be."""
-        if not self._placements or not self._sizes:
+        if not self._placements or not self._sizes or not self.may_move:
             return 0
         held = held_bytes(self._placements[-1], self._sizes)
         placement, self._why = lowest(self._place, max(0, held - missing_bytes), held)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from memwall_strategy.config import MemwallConfig
 from memwall_strategy.core.block import Kind, Phase
-from memwall_strategy.core.errors import CollectiveError, ConfigError, PeerLost, TransferError
+from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.core.lane import Lane, Span
 from memwall_strategy.core.pillar import Pillar
 from memwall_strategy.core.unit import Unit
@@ -35,12 +35,14 @@ from memwall_strategy.engine.memory import MemoryAccount
 from memwall_strategy.engine.precision import canonical_precision, compute_dtype, mixed_precision_policy
 from memwall_strategy.engine.reset import reset_aborted_step
 from memwall_strategy.engine.sharding import describe_units, is_sharded, set_prefetch, shard_model
+from memwall_strategy.engine.step_marks import RngMark
 from memwall_strategy.engine.units import plan_sharding, recomputes_itself
 from memwall_strategy.planner import ModelSpec
 from memwall_strategy.pool.budget import agreed_device_budget_bytes
 from memwall_strategy.pool.pillar import PoolPillar
 from memwall_strategy.runtime.input_clock import InputClock
 from memwall_strategy.runtime.meter import StepMeter
+from memwall_strategy.runtime.restart import StepRestart, tell_failure
 from memwall_strategy.runtime.spans import SpanKeeper
 from memwall_strategy.telemetry.events import EventKind, Events
 
@@ -65,6 +67,7 @@ class Runtime:
         units: what was sharded.
         micro_batches: most micro-batches of a step, as far as the front end knows; 2 stands for many.
         pool: the pool's pillar, with its address table ``pool.table``; None with ``pool.enabled=false``.
+        restart: what becomes of a step in which a rank fails.
         lanes: name -> Lane; empty where communication is the engine's own.
         memory: the account of live bytes; None with ``pool.enabled=false``.
         kind_peaks: phase -> kind -> most bytes held in any step that ended; activations in deep mode only.
@@ -107,8 +110,10 @@ class Runtime:
         self._roots: list[nn.Module] = []
         self._meter = StepMeter(self.device, compute_dtype(self.precision), world=mesh.size())
         self._in_step = False
+        self._sync = (True, True)
         self._spans = SpanKeeper(self._all_lanes, always=config.overlap.trace)
         self._last: dict[str, float] = {}
+        self.restart = StepRestart(self)
 
     # -- set-up --
 
@@ -228,28 +233,34 @@ class Runtime:
         if not micro_batches:
             raise ConfigError("a step needs at least one micro-batch; the loader gave none. Check the data set's size.")
         self.begin_step()
-        total = torch.zeros((), device=self.device)
         try:
-            for i, batch in enumerate(micro_batches):
-                with self.micro_batch(last=i == len(micro_batches) - 1, observed=False):
-                    with self.phase(Phase.FORWARD):
-                        loss = self.count(loss_of(batch)) / len(micro_batches)
-                    with self.phase(Phase.BACKWARD):
-                        loss.backward()
-                total += loss.detach()
-            self.gradients_ready()
-            if clip_norm is not None:
-                clip_grad_norm(self.model.parameters(), clip_norm)
-            if clip_value is not None:
-                clip_grad_value(self.model.parameters(), clip_value)
-            self.before_optimizer()
-            with self.phase(Phase.STEP):
-                optimizer.step()
+            total = self.restart.protect(lambda: self._gradients_of(micro_batches, loss_of), RngMark().restore)
+            with self.restart.named():
+                self.gradients_ready()
+                if clip_norm is not None:
+                    clip_grad_norm(self.model.parameters(), clip_norm)
+                if clip_value is not None:
+                    clip_grad_value(self.model.parameters(), clip_value)
+                self.before_optimizer()
+                with self.phase(Phase.STEP):
+                    optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         except BaseException as error:
             self.abort_step(error)
             raise
         self.end_step()
+        return total
+
+    def _gradients_of(self, micro_batches: Sequence[Any], loss_of: Callable[[Any], Any]) -> torch.Tensor:
+        total = torch.zeros((), device=self.device)
+        for i, batch in enumerate(micro_batches):
+            with self.micro_batch(last=i == len(micro_batches) - 1, observed=False):
+                with self.phase(Phase.FORWARD):
+                    loss = self.count(loss_of(batch)) / len(micro_batches)
+                with self.phase(Phase.BACKWARD):
+                    loss.backward()
+            total += loss.detach()
+        self.land_gradients()
         return total
 
     def begin_step(self) -> None:
@@ -260,6 +271,7 @@ class Runtime:
         for lane in self.lanes.values():
             lane.take_stats()  # of an evaluation between two steps
         self._meter.begin()
+        self.restart.begin()
         for pillar in self.pillars:
             pillar.before_step(self)
 
@@ -273,10 +285,8 @@ class Runtime:
             observed: somebody may look at the gradients before the next micro-batch. False lets reductions of this
                 micro-batch go on into the next forward.
         """
-        sync = last or self.config.accumulate == "sharded"
-        for root in self._roots:
-            root.set_requires_gradient_sync(sync)
-            root.set_requires_all_reduce(last)
+        before = self._sync
+        self._set_sync(last or self.config.accumulate == "sharded", last)
         try:
             if self._fsdp_lanes is not None and not last and not observed:
                 with self._fsdp_lanes.reducer.hold():
@@ -284,9 +294,13 @@ class Runtime:
             else:
                 yield
         finally:
-            for root in self._roots:
-                root.set_requires_gradient_sync(True)
-                root.set_requires_all_reduce(True)
+            self._set_sync(*before)  # of the micro-batch that this one is run again for
+
+    def _set_sync(self, gradients: bool, replicas: bool) -> None:
+        self._sync = (gradients, replicas)
+        for root in self._roots:
+            root.set_requires_gradient_sync(gradients)
+            root.set_requires_all_reduce(replicas)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -299,6 +313,9 @@ class Runtime:
                 saved = self.memory.saved_activations() if phase is Phase.FORWARD else nullcontext()
                 with self.memory.phase(phase), saved:
                     yield
+        except BaseException:
+            self.restart.broke_in = self.restart.broke_in or phase
+            raise
         finally:
             self._spans.add(phase.value, start)
 
@@ -316,10 +333,14 @@ class Runtime:
             return output.get("loss")
         return output
 
-    def gradients_ready(self) -> None:
-        """Every gradient of this step is reduced and in place: nothing is in flight any more."""
+    def land_gradients(self) -> None:
+        """Wait until every gradient of this step is reduced and in place."""
         if self._fsdp_lanes is not None:
             self._fsdp_lanes.reducer.finish()
+
+    def gradients_ready(self) -> None:
+        """Every gradient of this step is reduced and in place: nothing is in flight any more."""
+        self.land_gradients()
         for pillar in self.pillars:
             pillar.after_backward(self)
 
@@ -331,6 +352,7 @@ class Runtime:
     def end_step(self) -> None:
         """The weights are those of the next step: take the figures of this one."""
         self._in_step = False
+        self.restart.end()
         self.steps += 1
         self.events.step = self.steps
         stats = {name: lane.take_stats() for name, lane in self.lanes.items()}
@@ -354,7 +376,8 @@ class Runtime:
     def abort_step(self, error: BaseException) -> None:
         """Bring engine and pillars back to rest after ``error`` broke a step; gradients of the step are dropped."""
         if self.model is not None:
-            self._tell(error)
+            tell_failure(self.events, error)
+            self.restart.tell_peers(error)
         self.drop_step()
         if self.model is not None:
             for pillar in self.pillars:
@@ -371,16 +394,6 @@ class Runtime:
             optimizer.zero_grad(set_to_none=True)
         if self.memory is not None:
             self.memory.refresh()
-
-    def _tell(self, error: BaseException) -> None:
-        text = str(error)
-        if isinstance(error, PeerLost):
-            self.events.emit(EventKind.PEER_LOST, ranks=error.ranks, message=text)
-        elif isinstance(error, CollectiveError):
-            self.events.emit(EventKind.COLLECTIVE_FAILED, ranks=error.ranks, message=text)
-        elif isinstance(error, TransferError):
-            self.events.emit(EventKind.LANE_FAILED, error=type(error).__name__, message=text)
-        self.events.emit(EventKind.STEP_ABORTED, error=type(error).__name__, message=text)
 
     def use_peak_flops(self, flops: float) -> None:
         """Take MFU over a described device's operations per second, not over what this one is measured to reach."""

@@ -41,6 +41,8 @@ class EventKind(StrEnum):
     STATE_MOVED = "state_moved"
     RESERVE_LENT = "reserve_lent"
     RESERVE_RETURNED = "reserve_returned"
+    OUT_OF_MEMORY = "out_of_memory"
+    STEP_RESTARTED = "step_restarted"
     STEP_ABORTED = "step_aborted"
     LANE_FAILED = "lane_failed"
     PEER_LOST = "peer_lost"
@@ -142,6 +144,17 @@ EVENTS: dict[EventKind, EventType] = {
     EventKind.RESERVE_RETURNED: EventType(
         Severity.INFO, "a loan came back to the reserve",
         {"what": "who borrowed", "bytes": "of the loan", "left_bytes": "of the reserve"},
+    ),
+    EventKind.OUT_OF_MEMORY: EventType(
+        Severity.WARNING, "an allocation failed on some rank; told by every rank, each with what its own pool holds",
+        {"ranks": "that ran out", "phase": "of the step, on the first of them", "asked_bytes": "by the allocation that "
+         "failed there; 0 where unknown", "held": "tier -> kind -> bytes of this rank's address table",
+         "message": "what the first of them says"},
+    ),
+    EventKind.STEP_RESTARTED: EventType(
+        Severity.WARNING, "the step under way begins anew on every rank, exactly as it began before",
+        {"ranks": "that ran out of memory", "freed_bytes": "by what gave way, as predicted", "restarts": "of this step",
+         "duration_s": "from the failure to the restart, on this rank"},
     ),
     EventKind.STEP_ABORTED: EventType(Severity.ERROR, "an error broke a step; gradients are dropped", _ERROR_FIELDS),
     EventKind.LANE_FAILED: EventType(Severity.ERROR, "a transfer on a lane failed", _ERROR_FIELDS),

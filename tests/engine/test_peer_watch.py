@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memwall_strategy.core.errors import MemwallError
-from memwall_strategy.engine import swap_group
+from memwall_strategy.engine import peer_verdict, swap_group
 from tests.engine.test_swap_group import PATIENCE, join_group, open_store, sharded_model
 from tests.ranks import run_ranks
 
@@ -111,6 +111,48 @@ def test_every_survivor_and_thread_names_the_lost_rank(victim: int, where: str) 
             assert "store, hosted by the process of rank 0" in text
     if victim != 0:  # with the store gone, each rank has only its own words
         assert len(texts) == 1
+
+
+# -- workers: a rank is lost half way through a transfer --
+
+_HALF_WAY = 32_000_000
+"""Elements: 128 MB, far more than sockets hold."""
+
+
+def worker_half_way(rank: int, world: int) -> dict[str, list]:
+    """Rank 1 stops itself while rank 0's send, and receive, are half way on the wire, and is killed then."""
+    swap_group.register_backend(grace_s=1.0)
+    dist.init_process_group("memwall", timeout=timedelta(minutes=10))  # far above the limit of this test
+    groups = [dist.new_group(timeout=timedelta(minutes=10)) for _ in range(3)]
+    pids = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+    big = torch.ones(_HALF_WAY)
+    started = []
+    if rank == 0:
+        started.append(dist.irecv(big, 1, group=groups[0]))
+        dist.barrier()
+        dist.barrier()
+        started.append(dist.isend(big, 1, group=groups[1]))
+        started.append(dist.broadcast(big.clone(), 0, group=groups[2], async_op=True))
+    else:
+        dist.barrier()
+        dist.irecv(torch.empty(_HALF_WAY), 0, group=groups[1])
+        dist.broadcast(torch.empty(_HALF_WAY), 0, group=groups[2], async_op=True)
+        dist.barrier()
+        dist.isend(big, 0, group=groups[0])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while peer_verdict._state_and_birth(pids[1])[0] != "T":
+        time.sleep(0.01)
+    time.sleep(0.3)  # what the sockets hold is on its way
+    threading.Timer(0.5, os.kill, (pids[1], signal.SIGKILL)).start()
+    return {name: _error(work.wait) for name, work in zip(("receive", "send", "broadcast"), started, strict=True)}
+
+
+def test_a_transfer_that_is_half_way_is_left_when_the_peer_is_killed() -> None:
+    """gloo tells nobody who waits for such a transfer: the wait would last until the group's timeout."""
+    met, killed = run_ranks(worker_half_way, 2, expect_exit={1: -9}, timeout_s=60)
+    assert killed is None
+    assert {name: each[:2] for name, each in met.items()} == {name: ["PeerLost", [1]] for name in met}, met
 
 
 # -- workers: everybody is alive --
