@@ -263,7 +263,8 @@ class OverlapConfig:
     CUDA the engine's streams do this; the option then only sets the number of reduction buffers."""
 
     prefetch: int = 1
-    """How many units ahead weights are gathered, in forward and in backward."""
+    """How many units ahead weights are gathered, in forward and in backward. With lanes, in the order in which units
+    really run; above 1 it is the most, and each unit goes as far ahead as the first steps' times ask for."""
 
     reduce_buffers: int = 2
     """Most units whose gradients may be in flight at a time; each holds one unit's whole gradient."""
@@ -273,11 +274,15 @@ class OverlapConfig:
     gradients, and optimizer state is paged in the shadow of the backward. Lightning's automatic optimization, one
     micro-batch a step; refused with clipping, a gradient scaler, or a hook between backward and step."""
 
+    next_iteration_early: bool = True
+    """With lanes: gather the first units' new weights as soon as they are stepped, for the next forward. An edit in
+    between, even through ``.data``, is found by comparing bits and gathered anew."""
+
     trace: bool = False
     """Keep every transfer's start and end for ``Runtime.write_trace``."""
 
     def __post_init__(self) -> None:
-        _check_bool(self, "enabled", "lanes", "optimizer_in_backward", "trace")
+        _check_bool(self, "enabled", "lanes", "optimizer_in_backward", "next_iteration_early", "trace")
         _check_int(self, "prefetch", 0)
         _check_int(self, "reduce_buffers", 1)
 

@@ -23,6 +23,10 @@ DEFAULT_TIMEOUT_S = 1800.0
 """Longest wait for a lane; the same as the default of torch.distributed's process groups."""
 
 
+RATED_BYTES = 256 * 1024
+"""Transfers of fewer bytes say nothing about a link's rate: latency decides."""
+
+
 @dataclass(slots=True)
 class LaneStats:
     """Counters of one lane since the last ``Lane.take_stats``; seconds and bytes."""
@@ -31,6 +35,8 @@ class LaneStats:
     bytes: int = 0
     busy_s: float = 0.0
     exposed_s: float = 0.0
+    best_bytes_per_s: float = 0.0
+    """Of the fastest transfer of at least ``RATED_BYTES``; 0 where there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +54,14 @@ class Span:
 class Transfer:
     """Handle of one submitted transfer."""
 
-    __slots__ = ("_error", "_event", "_fn", "_lane", "name", "nbytes", "unit")
+    __slots__ = ("_error", "_event", "_fn", "_lane", "name", "nbytes", "seconds", "unit")
 
     def __init__(self, lane: Lane, fn: Callable[[], object], name: str, unit: str, nbytes: int) -> None:
         self._lane, self._fn = lane, fn
         self.name, self.unit, self.nbytes = name, unit, nbytes
         self._event = threading.Event()
         self._error: BaseException | None = None
+        self.seconds = 0.0  # on the lane's thread; set when it ended
 
     def done(self) -> bool:
         """Whether the transfer ended, well or not. Never blocks."""
@@ -168,6 +175,11 @@ class Lane:
             taken, self._stats = replace(self._stats), LaneStats()
         return taken
 
+    @property
+    def exposed_s(self) -> float:
+        """Time that others waited for this lane since the last ``take_stats``."""
+        return self._stats.exposed_s
+
     def take_spans(self) -> list[Span]:
         """Return the recorded spans and forget them."""
         with self._changed:
@@ -192,6 +204,7 @@ class Lane:
                 except BaseException as caught:  # noqa: BLE001 - handed to the thread that waits, never swallowed
                     error = self._name_error(item, caught)
             end = time.perf_counter()
+            item.seconds = end - start
             item._fn = _nothing  # drops the buffers that the closure holds
             with self._changed:
                 item._error = error
@@ -200,6 +213,8 @@ class Lane:
                 self._stats.transfers += 1
                 self._stats.bytes += item.nbytes
                 self._stats.busy_s += end - start
+                if item.nbytes >= RATED_BYTES and error is None:
+                    self._stats.best_bytes_per_s = max(self._stats.best_bytes_per_s, item.nbytes / (end - start))
                 if self.record_spans:
                     self._spans.append(Span(self.name, item.name, item.unit, start, end, item.nbytes))
                 self._unfinished -= 1

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from memwall_strategy.engine.fsdp import (
     state_groups,
     trainable,
 )
+
+if TYPE_CHECKING:
+    from memwall_strategy.engine.early_gathers import EarlyGathers
 
 
 def keep_fresh(model: nn.Module) -> None:
@@ -57,17 +60,26 @@ class _Gathers:
 
     Attributes:
         left: the group's weights are whole, or on their way, because a forward left them so.
+        early: what gathers ahead of the next forward (``engine.early_gathers``), if anything does.
+        unchecked: gathered early, and nobody has looked yet whether the weights were edited since.
+        kept: gathered early, and found to hold for the forward that starts.
     """
 
     def __init__(self, group: FSDPParamGroup) -> None:
         self._group = group
-        self.left = False
+        self.left = self.unchecked = self.kept = False
+        self.early: EarlyGathers | None = None
         group.memwall_gathers = self
         group.unshard = functools.partial(self._unshard, group.unshard)
         group.post_forward = functools.partial(self._post_forward, group.post_forward)
 
     def _unshard(self, inner: Callable[..., None], async_op: bool = False) -> None:
         group = self._group
+        if self.unchecked:  # not by way of a forward's start
+            self.unchecked, self.left = False, True
+            self.drop()
+        if self.early is not None and group._training_state == TrainingState.FORWARD:
+            self.early.gathered(group)
         before = group._all_gather_result
         inner(async_op)
         if group._all_gather_result is not before:
@@ -82,6 +94,9 @@ class _Gathers:
     def drop(self) -> None:
         """Let go of what an earlier forward left."""
         group = self._group
+        if self.kept:  # it is this forward's own
+            self.kept, self.left = False, True
+            return
         if not self.left:
             return
         self.left = False
@@ -97,10 +112,13 @@ class _Gathers:
 
 def _start_forward(state: FSDPState, inner: Callable[..., Any], *args: Any) -> Any:
     if state._state_ctx.iter_forward_root is None and not is_bw():
-        for other in state._state_ctx.all_states:  # empty before the first forward
-            for group in state_groups(other):
-                if (gathers := getattr(group, "memwall_gathers", None)) is not None:  # a user may have sharded on since
-                    gathers.drop()
-                if group._orig_dtype is None and trainable(group):
-                    group._init_mp_dtypes()
+        groups = [group for other in state._state_ctx.all_states for group in state_groups(other)]  # none at first
+        all_gathers = [found for group in groups if (found := getattr(group, "memwall_gathers", None)) is not None]
+        if (early := next((gathers.early for gathers in all_gathers if gathers.early is not None), None)) is not None:
+            early.settle(groups)
+        for gathers in all_gathers:  # without those that a user sharded since
+            gathers.drop()
+        for group in groups:
+            if group._orig_dtype is None and trainable(group):
+                group._init_mp_dtypes()
     return inner(*args)

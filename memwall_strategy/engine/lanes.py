@@ -11,21 +11,28 @@ collectives:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.optim import Optimizer
 
 from memwall_strategy.core.errors import MemwallError
 from memwall_strategy.core.lane import Lane, Transfer
+from memwall_strategy.engine.early_gathers import EarlyGathers
+from memwall_strategy.engine.exchange import all_gather
 from memwall_strategy.engine.fsdp import (
     FSDPMeshInfo,
     FSDPParamGroup,
-    all_gather_single,
+    fsdp_groups,
     fsdp_states,
     group_name,
     state_groups,
 )
+from memwall_strategy.engine.gather_order import GatherOrder
 from memwall_strategy.engine.lane_groups import LaneGroups
 from memwall_strategy.engine.reducer import Account, GradientReducer
 
@@ -50,6 +57,12 @@ class LaneAllGather(AllGather):
 
     def __init__(self, unit: str, lane: Lane, groups: LaneGroups) -> None:
         self._unit, self._lane, self._groups = unit, lane, groups
+        self._last: Transfer | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Of the last gather; 0 before the first."""
+        return self._last.seconds if self._last is not None else 0.0
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -63,8 +76,8 @@ class LaneAllGather(AllGather):
     ) -> dist.Work | None:
         twin = self._groups.twin(group)
         # FSDP2 filled input_tensor (a slice of output_tensor) on this thread just before: program order suffices.
-        transfer = self._lane.submit(
-            lambda: all_gather_single(output_tensor, input_tensor, group=twin),
+        transfer = self._last = self._lane.submit(
+            lambda: all_gather(output_tensor, input_tensor, twin),
             transfer="all-gather",
             unit=self._unit,
             nbytes=output_tensor.nbytes - input_tensor.nbytes,
@@ -85,6 +98,13 @@ class FsdpLanes:
         timeout_s: longest wait.
         trace: keep spans.
         account: where communication buffers are booked.
+        early: gather the first units of the next iteration after the step; see ``engine.early_gathers``.
+
+    Attributes:
+        gather, reduce: the lanes.
+        order: in which order units run, and how far ahead each gathers.
+        reducer: what reduces gradients.
+        early: None where it is off.
     """
 
     def __init__(
@@ -96,6 +116,7 @@ class FsdpLanes:
         timeout_s: float,
         trace: bool = False,
         account: Account | None = None,
+        early: bool = False,
     ) -> None:
         self._model = model
         capacity = reduce_buffers + 2  # the presence exchange, and one spare: the reducer itself bounds the buffers
@@ -115,6 +136,34 @@ class FsdpLanes:
                 group._all_gather_comm = LaneAllGather(group_name(group, names), self.gather, self._gather_groups)
                 group.unshard_async_op = True  # so that the comm may return before the data is there
         self.reducer.install()
+        self.reducer.copies.watch(fsdp_groups(model))
+        self.order = GatherOrder(model, prefetch, _gather_seconds, self._largest)
+        self.early: EarlyGathers | None = None
+        if early:
+            # The ranks agree on the reduce lane: nothing is on its way there when a forward starts.
+            self.early = EarlyGathers(model, self.reduce, self.reducer.groups, units=prefetch + 1)
+
+    def watch_steps(self, optimizers: Sequence[Optimizer]) -> None:
+        """Where a single optimizer steps unit by unit and tells of each (``unit_stepped``), gather that far already."""
+        if self.early is not None and len(optimizers) == 1 and hasattr(optimizers[0], "unit_stepped"):
+            optimizers[0].unit_stepped = self.early.unit_stepped
+
+    def step_ended(self) -> None:
+        """The optimizer stepped everything: the next iteration may start to gather."""
+        self.order.step_ended()
+        if self.early is not None:
+            self.early.step_ended()
+
+    @property
+    def next_iteration_began(self) -> bool:
+        """Whether gathers were started that no forward has looked at yet."""
+        return self.early is not None and self.early.pending()
+
+    def _largest(self, numbers: torch.Tensor, group: dist.ProcessGroup) -> None:
+        twin = self.reducer.groups.twin(group)
+        if twin.size() > 1:
+            job = functools.partial(dist.all_reduce, numbers, op=dist.ReduceOp.MAX, group=twin)
+            self.reduce.submit(job, transfer="times", unit="all", nbytes=numbers.nbytes).wait()
 
     def rest(self) -> None:
         """Wait until neither lane works; errors of aborted transfers are dropped. Used before a reset."""
@@ -124,13 +173,24 @@ class FsdpLanes:
             except MemwallError:
                 lane.reset()
         self.reducer.abort()
+        if self.early is not None:
+            self.early.forget()
 
     def close(self) -> None:
         """End threads and process groups; the model is plain FSDP2 again."""
         for lane in (self.gather, self.reduce):
             lane.close()
+        if self.early is not None:
+            self.early.close()
         for group, comm, asynchronous in self._replaced:
             group._all_gather_comm, group.unshard_async_op = comm, asynchronous
         self._replaced.clear()
+        self.order.close()
+        self.reducer.copies.close()
         self.reducer.uninstall()
         self._gather_groups.close()
+
+
+def _gather_seconds(group: FSDPParamGroup) -> float:
+    comm = group._all_gather_comm
+    return comm.seconds if isinstance(comm, LaneAllGather) else 0.0  # a user's own comm

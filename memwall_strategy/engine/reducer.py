@@ -37,6 +37,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_si
 from memwall_strategy.core.block import Kind
 from memwall_strategy.core.errors import MemwallError
 from memwall_strategy.core.lane import Lane, Transfer
+from memwall_strategy.engine.copy_clock import CopyClock
+from memwall_strategy.engine.exchange import reduce_scatter
 from memwall_strategy.engine.fsdp import (
     DDPMeshInfo,
     FSDPMeshInfo,
@@ -47,7 +49,6 @@ from memwall_strategy.engine.fsdp import (
     fsdp_states,
     group_name,
     local_tensor,
-    reduce_scatter_single,
     state_groups,
     trainable,
 )
@@ -89,11 +90,15 @@ class GradientReducer:
         lane: the reduce lane.
         buffers: most reductions in flight; each holds one unit's whole gradient.
         account: where flat buffers are booked.
+
+    Attributes:
+        copies: the clock of copies into flat buffers.
     """
 
     def __init__(self, model: nn.Module, lane: Lane, *, buffers: int, account: Account | None = None) -> None:
         self._model, self._lane, self._buffers = model, lane, buffers
         self._account = account or _NoAccount()
+        self.copies = CopyClock()
         self._groups = LaneGroups()
         self._pending: deque[_Reduction] = deque()
         self._undecided: list[_Reduction] = []
@@ -103,6 +108,11 @@ class GradientReducer:
         self._unreduced: dict[FSDPParamGroup, None] = {}  # took part in a backward whose gradients rest whole; ordered
         self._held = False
         self._names = {module: name for name, module in model.named_modules()}
+
+    @property
+    def groups(self) -> LaneGroups:
+        """The lane's process groups."""
+        return self._groups
 
     # -- set-up --
 
@@ -193,10 +203,11 @@ class GradientReducer:
                 f"{sorted(map(str, dtypes))}. Put modules of another dtype into units of their own (unit_classes)."
             )
         reduce_dtype = group._reduce_dtype or dtypes.pop()
-        _lay_out_by_shard(params, gradients, world)
-        padded = tuple(_get_dim0_padded_size(g.size(), world) for g in gradients)
-        flat = torch.empty(sum(s.numel() for s in padded), dtype=reduce_dtype, device=group.device)
-        foreach_reduce_scatter_copy_in(gradients, flat, world)
+        with self.copies.copying():
+            _lay_out_by_shard(params, gradients, world)
+            padded = tuple(_get_dim0_padded_size(g.size(), world) for g in gradients)
+            flat = torch.empty(sum(s.numel() for s in padded), dtype=reduce_dtype, device=group.device)
+            foreach_reduce_scatter_copy_in(gradients, flat, world)
         gradients.clear()  # the copies are in `flat`: the whole gradients can go
         complete = replica_group is None or group.all_reduce_grads
         if (earlier := self._partial_present.pop(group, None)) is not None:
@@ -230,7 +241,7 @@ class GradientReducer:
                 flat.div_(before)
             if shard_group is not None and shard_group.size() > 1:
                 output = flat.new_empty(flat.numel() // shard_group.size())
-                _reduce_scatter(output, flat, shard_op, shard_group)
+                reduce_scatter(output, flat, shard_op, shard_group)
             else:
                 output = flat
                 if after is None and group.gradient_divide_factor is not None:  # the collective would have divided
@@ -349,28 +360,6 @@ class GradientReducer:
         self._partial.clear()
         self._partial_present.clear()
         self._unreduced.clear()
-
-
-def _reduce_scatter(
-    output: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> None:
-    """Reduce-scatter over ``group``.
-
-    gloo's own sends as much as its all-reduce. Two ranks just swap the halves that the other one keeps: half the bytes,
-    and a sum of two terms has one order only, so the result is gloo's bit for bit.
-    """
-    if group.size() != 2 or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        reduce_scatter_single(output, flat, op=op, group=group)
-        return
-    me = group.rank()
-    other = dist.get_global_rank(group, 1 - me)
-    halves = flat.view(2, -1)
-    works = [dist.isend(halves[1 - me], dst=other, group=group), dist.irecv(output, src=other, group=group)]
-    for work in works:
-        work.wait()
-    output.add_(halves[me])
-    if op == dist.ReduceOp.AVG:
-        output.div_(2)
 
 
 def _all_reduce_over(counts: torch.Tensor, groups: tuple[dist.ProcessGroup, ...]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -134,11 +135,24 @@ def set_prefetch(model: nn.Module, units_ahead: int) -> None:
         return
     for root in fsdp_roots(model):
         chain = [m for m in root.modules() if isinstance(m, FSDPModule)]  # parents before children, the root first
-        for i, module in enumerate(chain):
-            module.set_modules_to_forward_prefetch(chain[i + 1 : i + 1 + units_ahead])
-            if units_ahead > 1:
-                behind = chain[max(1, i - units_ahead) : i] if i else chain[-units_ahead:]
-                module.set_modules_to_backward_prefetch(list(reversed([m for m in behind if m is not root])))
+        prefetch_along(chain, [units_ahead] * len(chain), root)
+
+
+def prefetch_along(chain: Sequence[FSDPModule], ahead: Sequence[int], root: nn.Module) -> None:
+    """Gather along ``chain``, in forward from its start, in backward from its end.
+
+    Args:
+        chain: in the order in which they run, the root first.
+        ahead: how many modules to gather ahead of what follows each; where it is 1, backward is left to FSDP2 itself,
+            which follows the order in which the forward ran.
+        root: stays gathered until its backward, and is never gathered ahead of it.
+    """
+    for i, (module, units_ahead) in enumerate(zip(chain, ahead, strict=True)):
+        module.set_modules_to_forward_prefetch(list(chain[i + 1 : i + 1 + units_ahead]))
+        behind: Sequence[FSDPModule] = ()
+        if max(ahead) > 1:
+            behind = chain[max(1, i - units_ahead) : i] if i else chain[-units_ahead:]
+        module.set_modules_to_backward_prefetch([m for m in reversed(behind) if m is not root])
 
 
 def describe_units(model: nn.Module) -> tuple[Unit, ...]:

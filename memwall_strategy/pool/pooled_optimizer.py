@@ -46,6 +46,7 @@ class PooledOptimizer(Optimizer):
         unit_steps: how each unit is stepped.
         early_steps: where units step inside the backward; None where all step after it.
         follow_groups: places the state of parameters that joined or left; None where nobody does.
+        unit_stepped: called with the name of each unit that was stepped outside of a backward, if set.
         memwall_plain_class: the class that it had before.
     """
 
@@ -53,6 +54,7 @@ class PooledOptimizer(Optimizer):
     unit_steps: UnitSteps
     early_steps: EarlySteps | None
     follow_groups: Callable[[], None] | None
+    unit_stepped: Callable[[str], None] | None = None
     memwall_plain_class: type[Optimizer]
 
     @torch.no_grad()
@@ -70,6 +72,8 @@ class PooledOptimizer(Optimizer):
         active = active_units(self.pager.units)
         for position, index in enumerate(active):
             self.unit_steps.step(index, active[position + 1 :], ready=True)
+            if self.unit_stepped is not None:
+                self.unit_stepped(self.pager.units[index].name)
         self.unit_steps.rest()  # whoever edits the state before the next step edits it where it rests
         return loss
 
@@ -185,6 +189,7 @@ class PooledOptimizer(Optimizer):
         if self.early_steps is not None:
             self.early_steps.close()
         del self.early_steps, self.unit_steps, self.follow_groups
+        vars(self).pop("unit_stepped", None)
         self.__class__ = self.memwall_plain_class
         follow_class(self)
         del self.pager

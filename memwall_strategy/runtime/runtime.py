@@ -168,6 +168,7 @@ class Runtime:
                     timeout_s=self.config.timeout_s,
                     trace=overlap.trace,
                     account=self.memory,
+                    early=overlap.next_iteration_early,
                 )
             return
         # CUDA: the engine overlaps by streams. It prefetches one unit by itself; an explicit list goes further.
@@ -194,6 +195,8 @@ class Runtime:
             self.memory.attach(self.model, self.optimizers)
         for pillar in self.pillars:
             pillar.optimizers_ready(self)
+        if self._fsdp_lanes is not None:
+            self._fsdp_lanes.watch_steps(self.optimizers)
 
     @property
     def lanes(self) -> dict[str, Lane]:
@@ -268,8 +271,9 @@ class Runtime:
         if self._in_step:
             return
         self._in_step = True
-        for lane in self.lanes.values():
-            lane.take_stats()  # of an evaluation between two steps
+        if self._fsdp_lanes is None or not self._fsdp_lanes.next_iteration_began:  # what that moved is this step's
+            for lane in self.lanes.values():
+                lane.take_stats()  # of an evaluation between two steps
         self._meter.begin()
         self.restart.begin()
         for pillar in self.pillars:
@@ -357,13 +361,17 @@ class Runtime:
         self.events.step = self.steps
         stats = {name: lane.take_stats() for name, lane in self.lanes.items()}
         self._spans.collect()
-        self._last = self._meter.end(stats, self.input_clock.take())
+        copied_s = self._fsdp_lanes.reducer.copies.take() if self._fsdp_lanes is not None else 0.0
+        paging_s = sum(lane.exposed_s for lane in self.pool.lanes) if self.pool is not None else 0.0
+        self._last = self._meter.end(stats, self.input_clock.take(), copied_s=copied_s, other_waits_s=paging_s)
         if self.memory is not None:
             self._last |= self._memory_metrics()
             self._keep_peaks()
             if self.budget_bytes is not None:
                 self.pool.escalation.hold()
             self.memory.reset_peak()
+        if self._fsdp_lanes is not None:
+            self._fsdp_lanes.step_ended()  # what it starts to gather is the next step's
         for pillar in self.pillars:
             pillar.after_step(self)
 

@@ -43,6 +43,11 @@ LENT_BYTES = "memwall/pool/lent_bytes"
 RELIEVED = "memwall/pool/relieved"
 EXPOSED_S = "memwall/overlap/exposed_s"
 EXPOSED_FRACTION = "memwall/overlap/exposed_fraction"
+CONTENTION_S = "memwall/overlap/contention_s"
+COPY_S = "memwall/overlap/copy_s"
+LANE_EXPOSED_S = "memwall/overlap/lane_exposed_s/<lane>"
+LANE_BYTES = "memwall/overlap/lane_bytes/<lane>"
+LANE_SATURATION = "memwall/overlap/lane_saturation/<lane>"
 LANE_BUSY_S = "memwall/overlap/lane_busy_s/<lane>"
 INPUT_EXPOSED_S = "memwall/input/exposed_s"
 PREDICTED_DEVICE_BYTES = "memwall/plan/predicted_device_bytes"
@@ -73,7 +78,14 @@ METRICS: tuple[Metric, ...] = (
     Metric(RELIEVED, "1", "things that gave way because steps were short, and have not come back"),
     Metric(EXPOSED_S, "s", "time in which rank 0's training thread waited for communication"),
     Metric(EXPOSED_FRACTION, "1", "that time over the step's time"),
+    Metric(CONTENTION_S, "s", "time in which rank 0's training thread had work but no core: lanes, or others, had it"),
+    Metric(COPY_S, "s", "its CPU time for copies in and out of communication buffers"),
+    Metric(LANE_EXPOSED_S, "s", "time in which rank 0's training thread waited for the lane"),
     Metric(LANE_BUSY_S, "s", "time in which rank 0's lane was transferring"),
+    Metric(LANE_BYTES, "B", "bytes that rank 0's lane received in the step"),
+    Metric(
+        LANE_SATURATION, "1", "bytes that rank 0's lane moved over what the link moves in a step's time, as measured"
+    ),
     Metric(INPUT_EXPOSED_S, "s", "time in which rank 0's training thread waited for the step's batches"),
     Metric(PREDICTED_DEVICE_BYTES, "B", "what the plan says a rank holds between two steps, gradients included"),
     Metric(PREDICTED_DEVICE_PEAK_BYTES, "B", "what the plan says a rank holds at most in a step"),

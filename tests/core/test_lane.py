@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from memwall_strategy.core.errors import MemwallError, PeerLost, TransferError
-from memwall_strategy.core.lane import Lane
+from memwall_strategy.core.lane import RATED_BYTES, Lane
 
 WAIT_S = 10.0
 """Far above what any step of these tests takes; a wait this long means that something hangs."""
@@ -372,3 +372,12 @@ def test_spans_are_kept_only_on_request():
     lane.submit(lambda: None, transfer="t", unit="u").wait()
     lane.close()
     assert lane.take_spans() == []
+
+
+def test_only_large_transfers_tell_a_rate(lane):
+    lane.submit(lambda: None, transfer="all-gather", unit="small", nbytes=RATED_BYTES - 1).wait()
+    assert lane.take_stats().best_bytes_per_s == 0.0
+    sent = lane.submit(lambda: time.sleep(0.001), transfer="all-gather", unit="large", nbytes=RATED_BYTES)
+    sent.wait()
+    assert sent.seconds >= 0.001
+    assert lane.take_stats().best_bytes_per_s == RATED_BYTES / sent.seconds

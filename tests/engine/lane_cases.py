@@ -263,6 +263,7 @@ def sharded(
     split: bool = False,
     longest_delay_s: float = LONGEST_DELAY_S,
     account: Any = None,
+    early: bool = False,
 ) -> Iterator[tuple[nn.Module, FsdpLanes | None]]:
     """A fresh model, the same on every rank, on lanes or on stock FSDP2."""
     torch.manual_seed(11)
@@ -274,7 +275,9 @@ def sharded(
         return
     set_prefetch(model, prefetch)
     with rough_lanes(dist.get_rank(), longest_delay_s):
-        found = FsdpLanes(model, prefetch=prefetch, reduce_buffers=reduce_buffers, timeout_s=TIMEOUT_S, account=account)
+        found = FsdpLanes(
+            model, prefetch=prefetch, reduce_buffers=reduce_buffers, timeout_s=TIMEOUT_S, account=account, early=early
+        )
         try:
             yield model, found
         finally:

@@ -157,7 +157,7 @@ def _several(here, count):
 def test_a_failing_gather_is_named(here):
     with sharded(GPT, mesh_of(here, "2"), prefetch=1) as (model, lanes):
         expected = model.loss(model.batch(here.rank)).detach()
-        gather, calls = lanes_module.all_gather_single, []
+        gather, calls = lanes_module.all_gather, []
 
         def unplugged(*args, **named):
             calls.append(1)
@@ -165,7 +165,7 @@ def test_a_failing_gather_is_named(here):
                 raise OSError("unplugged")
             return gather(*args, **named)
 
-        with mock.patch.object(lanes_module, "all_gather_single", unplugged):
+        with mock.patch.object(lanes_module, "all_gather", unplugged):
             named = r"lane 'gather': all-gather of unit 'blocks\.1' failed: OSError: unplugged"
             with pytest.raises(TransferError, match=named):
                 model.loss(model.batch(here.rank))

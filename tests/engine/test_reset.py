@@ -146,9 +146,7 @@ def test_a_reset_before_the_first_forward_does_nothing(here):
 @on_ranks(2, "gather", "reduce", group="engine")
 def test_a_transfer_that_failed_everywhere(here):
     """The lane raises it, the reset forgets it, the next gradient is exact."""
-    module, name = {"gather": (lanes_module, "all_gather_single"), "reduce": (reducer_module, "_reduce_scatter")}[
-        here.case
-    ]
+    module, name = {"gather": (lanes_module, "all_gather"), "reduce": (reducer_module, "reduce_scatter")}[here.case]
     with sharded(GPT, mesh_of(here, "2")) as (model, lanes):
         model.loss(model.batch(here.rank)).backward()
         expected = gradients(model)

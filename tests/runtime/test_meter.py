@@ -87,6 +87,41 @@ def test_exposed_time_is_summed_over_lanes_and_busy_time_named(clock: Clock, pea
     assert figures["memwall/overlap/lane_busy_s/reduce"] == 1.0
 
 
+def test_contention_is_what_neither_computes_nor_waits(
+    clock: Clock, peaks: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu_s = iter([5.0, 6.0, 10.0, 12.5])
+    monkeypatch.setattr(meter.time, "thread_time", lambda: next(cpu_s))
+    watch, lanes = make(), {"gather": LaneStats(exposed_s=0.25), "reduce": LaneStats(exposed_s=0.125)}
+    watch.begin()
+    clock.now_s += 2.0
+    figures = watch.end(lanes, 0.0625, copied_s=0.5, other_waits_s=0.03125)
+    assert figures["memwall/overlap/contention_s"] == 2.0 - 1.0 - 0.25 - 0.125 - 0.0625 - 0.03125
+    assert figures["memwall/overlap/copy_s"] == 0.5
+    assert figures["memwall/overlap/lane_exposed_s/reduce"] == 0.125
+    watch.begin()
+    clock.now_s += 2.0  # the threads' clock ran further: two clocks are never quite the same
+    assert watch.end(lanes)["memwall/overlap/contention_s"] == 0.0
+
+
+def test_saturation_is_of_the_links_usual_best(clock: Clock, peaks: list) -> None:
+    """One step's freak (bytes that were there already) does not count; the lanes share the link."""
+    watch = make()
+    steps = [(100.0, 1000), (100.0, 1000), (9000.0, 1000), (0.0, 50)]
+    found = [
+        one_step(watch, clock, lanes={
+            "gather": LaneStats(bytes=moved, best_bytes_per_s=best),
+            "reduce": LaneStats(bytes=moved // 2, best_bytes_per_s=best / 2),
+        }) for best, moved in steps
+    ]  # fmt: skip
+    for figures, (_, moved) in zip(found, steps, strict=True):
+        assert figures["memwall/overlap/lane_saturation/gather"] == moved / 2.0 / 100.0
+        assert figures["memwall/overlap/lane_saturation/reduce"] == moved / 2 / 2.0 / 100.0
+        assert figures["memwall/overlap/lane_bytes/gather"] == moved
+    small = one_step(make(), clock, lanes={"gather": LaneStats(bytes=10)})
+    assert not any("saturation" in name for name in small), "no transfer large enough to tell a rate"
+
+
 def test_without_lanes_nothing_is_said_of_them(clock: Clock, peaks: list) -> None:
     """A figure nobody measured is not printed."""
     assert not any("overlap" in name for name in one_step(make(), clock, tokens=5))
