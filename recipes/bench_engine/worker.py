@@ -58,22 +58,31 @@ class StockModule(GPTModule):
 
 
 class StepClock(L.Callback):
-    """Seconds of each optimizer step, from batch start to batch end, those inside the account, and its loss."""
+    """Seconds of each optimizer step, from batch start to batch end: all, on the CPU, in the account; and its loss.
+
+    ``period_s`` holds those from one start to the next: what goes on between two steps is in them.
+    """
 
     def __init__(self, account: AccountClock | None) -> None:
         self.step_s: list[float] = []
+        self.period_s: list[float] = []
+        self.cpu_s: list[float] = []
         self.account_s: list[float] = []
         self.losses: list[float] = []
         self._account = account
-        self._start = self._account_start = 0.0
+        self._start = self._cpu_start = self._account_start = 0.0
 
     def on_train_batch_start(self, *_: Any) -> None:
-        torch.distributed.barrier()  # both ranks measure the same step
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # both ranks measure the same step
         self._account_start = self._account.inside_s if self._account else 0.0
-        self._start = time.perf_counter()
+        before, self._start, self._cpu_start = self._start, time.perf_counter(), time.thread_time()
+        if before:
+            self.period_s.append(self._start - before)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
         self.step_s.append(time.perf_counter() - self._start)
+        self.cpu_s.append(time.thread_time() - self._cpu_start)
         self.account_s.append(self._account.inside_s - self._account_start if self._account else 0.0)
         self.losses.append(float(outputs["loss"]))
 
@@ -95,6 +104,18 @@ class TelemetrySteps(L.Callback):
         self._before = now
 
 
+class LaneFigures(L.Callback):
+    """What the runtime says of each step's overlap, by the names' last parts."""
+
+    def __init__(self) -> None:
+        self.taken: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        prefix = "memwall/overlap/"
+        metrics = trainer.strategy.runtime.metrics()
+        self.taken.append({k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)})
+
+
 def telemetry_of(kind: str, folder: Path) -> dict[str, Any]:
     """A run's loggers and callbacks, as ``memwall-train`` makes them; ``kind`` is csv or wandb."""
     loggers = [run_log_class("lightning")(RunFolder(folder))]
@@ -104,7 +125,9 @@ def telemetry_of(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def strategy_of(variant: str, options: dict[str, Any]) -> Any:
-    """The strategy of a variant of the bench."""
+    """The strategy of a variant of the bench; ``compute``: the whole model on each rank, no communication."""
+    if variant == "compute":
+        return "auto"
     if variant == "stock":
         world = int(os.environ["WORLD_SIZE"])
         return L.strategies.ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
@@ -134,24 +157,27 @@ def train(
     module = kind(options, partial(torch.optim.AdamW, lr=1e-3, fused=True), constant)
     total = task["steps"] + task["warmup"]
     tokens = RandomTokens(total * task["batch"] * int(os.environ["WORLD_SIZE"]), options.context + 1, options.vocab)
-    clock = StepClock(account)
+    clock, lanes = StepClock(account), LaneFigures()
     steps = None if telemetry is None else TelemetrySteps(telemetry)
     kind, folder = task.get("telemetry"), tempfile.TemporaryDirectory() if telemetry else nullcontext()
     with folder as name:
         extra = telemetry_of(kind, Path(name)) if steps else {"callbacks": [], "logger": False}
-        extra["callbacks"] += [clock, *([steps] if steps else [])]
+        extra["callbacks"] += [clock, *([steps] if steps else []), *([lanes] if variant == "memwall" else [])]
         trainer = _fit(variant, task, module, tokens, total, extra)
         if kind == "wandb":
             extra["logger"][1].experiment.finish()
-    figures = trainer.strategy.runtime.metrics() if variant != "stock" else {}
+    figures = trainer.strategy.runtime.metrics() if variant not in ("stock", "compute") else {}
     drop = task["warmup"]
     return {
         "variant": variant,
         "step_s": clock.step_s[drop:],
+        "period_s": clock.period_s[drop:],
+        "cpu_s": clock.cpu_s[drop:],
         "account_s": clock.account_s[drop:],
         "losses": clock.losses,
         "peak_bytes": peak_memory_bytes(),
         "metrics": figures,
+        "lanes": lanes.taken[drop:],
         # what comes after a step's end is seen at the start of the next
         **({} if steps is None else {
             "telemetry_s": steps.thread_s[drop + 1 :],
@@ -164,9 +190,12 @@ def train(
 def _fit(
     variant: str, task: dict[str, Any], module: L.LightningModule, tokens: Dataset, total: int, extra: dict[str, Any]
 ) -> L.Trainer:
+    devices = int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = int(os.environ["WORLD_SIZE"]) // devices
+    if variant == "compute":
+        devices = nodes = 1
     trainer = L.Trainer(
-        strategy=strategy_of(variant, task), accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=strategy_of(variant, task), accelerator="cpu", devices=devices, num_nodes=nodes,
         max_steps=total, max_epochs=1, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, **extra,
     )  # fmt: skip
