@@ -20,7 +20,7 @@ def run(step_s: float, cpu_s: float | None = None, **figures: float) -> dict:
 RUNS = {
     "stock": [run(5.0)],
     "memwall": [
-        run(2.5, **{
+        run(2.5, 2.0, **{
             "exposed_s": 0.25, "contention_s": 0.375, "copy_s": 0.0625, "lane_saturation/gather": 0.5,
             "lane_saturation/reduce": 0.25, "lane_bytes/gather": 80e6, "lane_bytes/reduce": 40e6,
         })
