@@ -367,11 +367,13 @@ class Runtime:
         if self.memory is not None:
             self._last |= self._memory_metrics()
             self._keep_peaks()
+        if self._fsdp_lanes is not None:
+            # Before anything that may raise: a rank that pages has begun already, and would wait for the others.
+            self._fsdp_lanes.step_ended()
+        if self.memory is not None:
             if self.budget_bytes is not None:
                 self.pool.escalation.hold()
             self.memory.reset_peak()
-        if self._fsdp_lanes is not None:
-            self._fsdp_lanes.step_ended()  # what it starts to gather is the next step's
         for pillar in self.pillars:
             pillar.after_step(self)
 

@@ -99,9 +99,9 @@ def train(rank: int, world: int, plan: Plan | None, escalate: Any = None, **opti
         net.blocks[1].register_forward_pre_hook(lambda *_: plan.passes("forward"))
         net.blocks[1].register_forward_hook(lambda m, a, out: Late.apply(out, lambda: plan.passes("backward")))
     runtime.setup(net)
-    good = reducer._reduce_scatter
+    good = reducer.reduce_scatter
     if plan is not None:
-        reducer._reduce_scatter = lambda *args: (plan.passes("lane"), good(*args))
+        reducer.reduce_scatter = lambda *args: (plan.passes("lane"), good(*args))
     if escalate is not None:
         runtime.pool.escalate = escalate
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -117,7 +117,7 @@ def train(rank: int, world: int, plan: Plan | None, escalate: Any = None, **opti
             losses.append(runtime.step(batches, net, optimizer, clip_norm=1.0).item())
     except Exception as caught:  # noqa: BLE001 - judged by the test
         error = caught
-    reducer._reduce_scatter = good
+    reducer.reduce_scatter = good
     runtime.close()
     return {
         "losses": losses,
