@@ -111,6 +111,11 @@ class PhaseDetector:
         self._candidate: TrainingPhase | None = None
         self._times = 0
 
+    @property
+    def judged(self) -> bool:
+        """Whether a window was seen."""
+        return self._before is not None
+
     def judge(self, window: Window) -> str | None:
         """Take a window up; the cause where the phase changed, else None."""
         found, cause, at_once = self._look(window)
@@ -266,8 +271,8 @@ class Phases:
         self._rates, self._losses, self._square = [], [], math.nan
 
     def state_dict(self) -> dict[str, Any]:
-        """The phase and what it was judged by; steps of the present window are not told to the next run."""
-        return self._detector.state_dict()
+        """The phase and what it was judged by, once there is any; steps of the present window are not told."""
+        return self._detector.state_dict() if self._detector.judged else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what ``state_dict`` returned."""

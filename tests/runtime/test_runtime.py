@@ -107,7 +107,7 @@ def test_metrics_have_the_agreed_names_and_make_sense(here: Here) -> None:
         "memwall/step_s", "memwall/tokens_per_s", "memwall/mfu", "memwall/overlap/exposed_s",
         "memwall/overlap/exposed_fraction", "memwall/overlap/lane_busy_s/gather",
         "memwall/overlap/lane_busy_s/reduce", "memwall/pool/device_bytes", "memwall/pool/device_peak_bytes",
-        "memwall/pool/utilization",
+        "memwall/pool/utilization", "memwall/pool/retained_bytes",
     }  # fmt: skip
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values()), metrics
     step_s = metrics["memwall/step_s"]
