@@ -1,11 +1,11 @@
 """Gathered weights that stay from one micro-batch to the next.
 
 FSDP2 can keep them (``set_reshard_after_backward(False)``), but then modules show whole tensors between micro-batches,
-and what a callback does to "the weights" there is lost. Here a backward takes a unit's whole tensors off its modules, as
-a reshard does, and only does not free them: between micro-batches everybody sees the sharded weights. The next forward
-first compares, bit for bit, this rank's shards with its part of what was gathered, and the ranks that share the weights
-tell each other by one small all-reduce. Only units that no rank changed are used again; others are gathered anew.
-So an edit by whatever way (a callback, ``.data``, a checkpoint that was loaded) is seen by the next forward.
+and what a callback does to "the weights" there is lost. Here a backward takes a unit's whole tensors off its modules,
+as a reshard does, and only does not free them: between micro-batches everybody sees the sharded weights. The next
+forward first compares, bit for bit, this rank's shards with its part of what was gathered, and the ranks that share the
+weights tell each other by one small all-reduce. Only units that no rank changed are used again; others are gathered
+anew. So an edit by whatever way (a callback, ``.data``, a checkpoint that was loaded) is seen by the next forward.
 
 Relied on: ``FSDPParamGroup.reshard`` is what a backward calls, found on the instance; ``_sharded_state`` decides what
 ``unshard`` and ``_to_sharded`` do; ``FSDPParam.all_gather_inputs`` is what a gather would send, and

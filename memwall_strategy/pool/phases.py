@@ -1,18 +1,19 @@
 """How far training is, and what the pool does about it.
 
-The training phase is judged once in a window of steps, from the learning rate, and from the medians of loss and gradient
-norm over windows, summed over ranks by one small all-reduce: every rank judges the same.
+The training phase is judged once in a window of steps, from the learning rate, and from the medians of loss and
+gradient norm over windows, summed over ranks by one small all-reduce: every rank judges the same.
 
 - ``warmup``: the learning rate rises.
 - ``converging``: it has decayed (to ``DECAYED`` of its peak, or with the last ``LAST`` of a known number of steps), or
   the loss no longer falls clearly, within its own noise, twice in a row, while the gradient norm does not grow.
 - ``steady``: everything else.
 
-What follows: retention (``pool.retention``) has the room in every phase: near weights save most bytes a step, in warm-up
-as well as later. Converging gives the room that is left to accumulation: whole gradients, reduced once a step, not once a
-micro-batch. Not earlier, because that changes the order of sums, and runs are compared bit for bit while they are
-young; what it costs is rounding, and what it saves is every reduction but one. It does not take the room of retained weights:
-for the same bytes a retained weight saves 2k - 1 transfers of k micro-batches, a whole gradient k - 1.
+What follows: retention (``pool.retention``) has the room in every phase: near weights save most bytes a step, in
+warm-up as well as later. Converging gives the room that is left to accumulation: whole gradients, reduced once a step,
+not once a micro-batch. Not earlier, because that changes the order of sums, and runs are compared bit for bit while
+they are young; what it costs is rounding, and what it saves is every reduction but one. It does not take the room of
+retained weights: for the same bytes a retained weight saves 2k - 1 transfers of k micro-batches, a whole gradient
+k - 1.
 
 The step phase is followed too, by what is there already: optimizer state that rests elsewhere comes in for the step
 only (``pool.state_pager``), gathered weights are gone when the optimizer steps.

@@ -5,10 +5,10 @@ from forward to backward (``engine.retention``), and from one micro-batch to the
 there each of its weights is a block of kind ``gathered`` in the address table, booked at the address and with the bytes
 that the engine allocated. Arithmetic and its order are those of FSDP2: losses are equal to the last bit.
 
-What room there is beyond that may hold whole gradients: a unit whose gradients rest unreduced until the last micro-batch
-is reduced once a step, not k times (what ``accumulate="whole"`` does for all units). Retention comes first, since a byte
-of room saves 2k - 1 gathered bytes as a retained weight, but only k - 1 reduced ones as a gradient. Whole gradients
-change the order of sums, so that losses agree but for rounding; they are used while training converges only
+What room there is beyond that may hold whole gradients: a unit whose gradients rest unreduced until the last
+micro-batch is reduced once a step, not k times (what ``accumulate="whole"`` does for all units). Retention comes first,
+since a byte of room saves 2k - 1 gathered bytes as a retained weight, but only k - 1 reduced ones as a gradient. Whole
+gradients change the order of sums, so that losses agree but for rounding; they are used while training converges only
 (``pool.phases``), and only where nobody looks at gradients between micro-batches.
 
 All ranks decide the same: from bytes that are equal everywhere, and the smallest room of any rank.
@@ -82,7 +82,8 @@ def share_room(
     chosen = set() if retained is None else set(retained)
     left = room_bytes - sum(unit.gathered_bytes for unit in units if unit.name in chosen)
     if retained is None:
-        for unit in sorted(reversed(units), key=lambda unit: unit.stays):
+        last_first = list(reversed(units))
+        for unit in sorted(last_first, key=lambda unit: unit.stays):
             if unit.gathered_bytes <= left:
                 chosen.add(unit.name)
                 left -= unit.gathered_bytes

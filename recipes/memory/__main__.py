@@ -120,8 +120,8 @@ def main() -> None:
     arguments = parse(parser)
     with tempfile.TemporaryDirectory(prefix="memwall-memory-", dir=arguments.folder) as folder:
         known = {"paging": paging, "overhead": overhead, "ranks": ranks}
-        known_here = {"phases": phases}
-        measure(arguments, known_here | {name: partial(function, folder=Path(folder)) for name, function in known.items()})
+        placed = {name: partial(function, folder=Path(folder)) for name, function in known.items()}
+        measure(arguments, placed | {"phases": phases})
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from memwall_strategy import MemwallConfig, PoolConfig
-from memwall_strategy.engine.sharding import data_parallel_mesh
 from memwall_strategy.runtime import Runtime
 
 from ..gpt.model import GPT
@@ -59,7 +59,7 @@ def train(variant: str, task: dict[str, Any]) -> dict[str, Any]:
     model = GPT(options)
     parameters = sum(p.numel() for p in model.parameters())
     pool = PoolConfig(device_budget=task["budget"], phase_window=task["window"], **MAPPINGS[variant])
-    runtime = Runtime(MemwallConfig(pool=pool), mesh=data_parallel_mesh("cpu", world, 1))
+    runtime = Runtime(MemwallConfig(pool=pool), mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("shard",)))
     runtime.setup(model)
     runtime.micro_batches = task["micro_batches"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

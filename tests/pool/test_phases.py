@@ -14,7 +14,7 @@ import torch
 
 from memwall_strategy.pool.phases import PhaseDetector, TrainingPhase, Window, window_of
 from memwall_strategy.telemetry.events import EventKind
-from tests.engine.lane_cases import GPT, assert_same, weights
+from tests.engine.lane_cases import GPT, weights
 from tests.lightning.checks import Here, on_ranks, rank_results
 from tests.pool.test_retention import running
 
@@ -58,7 +58,10 @@ def test_a_rising_rate_is_warmup_and_a_decayed_one_is_convergence():
 
 def test_the_end_of_a_known_number_of_steps_counts_where_the_rate_falls():
     cosine = [0.5 * (1 + math.cos(math.pi * i / 100)) for i in range(60)]  # decays further than it is followed here
-    assert phases_of(windows(cosine, FALLING, total=60))[-2:] == [S, C] or phases_of(windows(cosine, FALLING, total=60))[-1] is C
+    assert (
+        phases_of(windows(cosine, FALLING, total=60))[-2:] == [S, C]
+        or phases_of(windows(cosine, FALLING, total=60))[-1] is C
+    )
     assert phases_of(windows([1.0] * 60, FALLING, total=60)) == [S] * 6, "a constant rate: the loss decides"
 
 
