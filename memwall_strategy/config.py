@@ -24,6 +24,9 @@ _FACTOR = {"": 1, "b": 1} | {
 _ENDLESS_BYTES = 2**62
 """More than any device has; exact as a float."""
 
+RETAIN = ("auto", "none", "all")
+"""Values of ``PoolConfig.retain``."""
+
 ACTIVATIONS = ("auto", "keep", "offload", "recompute", "selective")
 """Values of ``PoolConfig.activations``; of a unit all but the first."""
 
@@ -216,11 +219,26 @@ class PoolConfig:
     of such a step); the other values count them with ``deep_accounting`` only. ``runtime.pool.set_activations`` mixes
     them."""
 
+    retain: str = "auto"
+    """Units whose gathered weights stay on the device from forward to backward, and from one micro-batch of a step to
+    the next: ``none``; ``all``; ``auto``: as many as ``device_budget`` leaves room for (none without a budget).
+    ``runtime.pool.retention.set`` names them one by one."""
+
+    phases: bool = True
+    """Follow the training phase (warmup, steady, converging): while training converges, room that retention leaves
+    holds whole gradients, which are reduced once a step. Needs ``device_budget`` and several micro-batches a step.
+    False: the mapping of the first step for good."""
+
+    phase_window: int = 20
+    """Optimizer steps after which the training phase is judged."""
+
     deep_accounting: bool = False
     """Also count the activations that autograd saves (saved-tensor hooks; for planning, costs a few percent)."""
 
     def __post_init__(self) -> None:
-        _check_bool(self, "enabled", "deep_accounting")
+        _check_bool(self, "enabled", "phases", "deep_accounting")
+        _check_choice(self, "retain", RETAIN)
+        _check_int(self, "phase_window", 4)
         # How much there is is not known yet; whatever it is, a value must be a size, or a fraction in (0, 1].
         _check_sizes(self, "device_budget")
         _check_sizes(self, "host_budget")

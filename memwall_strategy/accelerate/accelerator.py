@@ -238,6 +238,7 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
                 runtimes[-1].count({"loss": loss, "tokens": tokens})
                 loss = self._tokens.weigh(loss, tokens)
             else:
+                runtimes[-1].count(loss)
                 loss = self._tokens.weigh(loss, None) * (weight / self.gradient_accumulation_steps)
             if self.scaler is not None:
                 self.scaler.before_scale()

@@ -144,7 +144,7 @@ class EarlyGathers:
                     group.memwall_gathers.left = True  # what goes when a forward starts
                 else:
                     self._edits[group] = 0
-                    group.memwall_gathers.kept = True
+                    group.memwall_gathers.holds = True
 
     def _agree(self, groups: Iterable[FSDPParamGroup], ranks: dist.ProcessGroup) -> tuple[torch.Tensor, Transfer]:
         with torch.inference_mode(False):  # the lane's thread writes into it, and an evaluation may start here
@@ -159,6 +159,7 @@ def _can_start(group: FSDPParamGroup) -> bool:
         isinstance(group.mesh_info, FSDPMeshInfo)
         and group.mesh_info.shard_mesh_size > 1
         and group.is_sharded
+        and not group.memwall_gathers.kept.hidden
         and group._all_gather_result is None
         and group._training_state == TrainingState.IDLE
         and not any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)

@@ -10,7 +10,8 @@ FSDP2 keeps gathered weights beyond a forward in three cases, and its next forwa
 Training alone never notices. A callback that evaluates with averaged weights and puts the others back does: its next
 training step computes with a mixture. Here whole weights go when a forward without gradients ends, and what an earlier
 forward left is dropped when a new one starts. What the user gathered (``module.unshard()``), or asked to keep
-(``set_reshard_after_backward(False)``), stays.
+(``set_reshard_after_backward(False)``), stays. What memwall keeps over micro-batches (``engine.kept``) is used again
+only where it is still what a gather would bring.
 
 One more trap is mended at the same moment: a unit that was frozen as a whole when FSDP2 first looked has no dtypes for
 its gradients once it is thawed. They are looked up then.
@@ -35,6 +36,7 @@ from memwall_strategy.engine.fsdp import (
     state_groups,
     trainable,
 )
+from memwall_strategy.engine.kept import KeptWeights, confirm
 
 if TYPE_CHECKING:
     from memwall_strategy.engine.early_gathers import EarlyGathers
@@ -45,7 +47,7 @@ def keep_fresh(model: nn.Module) -> None:
 
     Relies on hooks of the module calling these on the instance: ``FSDPState._root_pre_forward`` before every forward,
     which starts an iteration where ``_state_ctx.iter_forward_root`` is None; ``FSDPParamGroup.unshard`` and
-    ``post_forward``.
+    ``reshard`` and ``post_forward``.
     """
     for state in fsdp_states(model):
         if "_root_pre_forward" in vars(state):
@@ -62,15 +64,18 @@ class _Gathers:
         left: the group's weights are whole, or on their way, because a forward left them so.
         early: what gathers ahead of the next forward (``engine.early_gathers``), if anything does.
         unchecked: gathered early, and nobody has looked yet whether the weights were edited since.
-        kept: gathered early, and found to hold for the forward that starts.
+        holds: gathered early, and found to hold for the forward that starts.
+        kept: what stays over the end of a backward.
     """
 
     def __init__(self, group: FSDPParamGroup) -> None:
         self._group = group
-        self.left = self.unchecked = self.kept = False
+        self.left = self.unchecked = self.holds = False
         self.early: EarlyGathers | None = None
+        self.kept = KeptWeights(group)
         group.memwall_gathers = self
         group.unshard = functools.partial(self._unshard, group.unshard)
+        group.reshard = functools.partial(self._reshard, group.reshard)
         group.post_forward = functools.partial(self._post_forward, group.post_forward)
 
     def _unshard(self, inner: Callable[..., None], async_op: bool = False) -> None:
@@ -80,10 +85,19 @@ class _Gathers:
             self.drop()
         if self.early is not None and group._training_state == TrainingState.FORWARD:
             self.early.gathered(group)
+        if self.kept.hidden and self.kept.restore():
+            self.left = True
+            return
         before = group._all_gather_result
         inner(async_op)
         if group._all_gather_result is not before:
             self.left = group._training_state != TrainingState.IDLE  # IDLE: the user's own module.unshard()
+
+    def _reshard(self, inner: Callable[[], None]) -> None:
+        if self.kept.hidden:
+            self.kept.free()
+        elif not self.kept.hide():
+            inner()
 
     def _post_forward(self, inner: Callable[..., Any], *args: Any) -> Any:
         output = inner(*args)
@@ -94,8 +108,8 @@ class _Gathers:
     def drop(self) -> None:
         """Let go of what an earlier forward left."""
         group = self._group
-        if self.kept:  # it is this forward's own
-            self.kept, self.left = False, True
+        if self.holds:  # it is this forward's own
+            self.holds, self.left = False, True
             return
         if not self.left:
             return
@@ -121,4 +135,6 @@ def _start_forward(state: FSDPState, inner: Callable[..., Any], *args: Any) -> A
         for group in groups:
             if group._orig_dtype is None and trainable(group):
                 group._init_mp_dtypes()
+        if hidden := [gathers.kept for gathers in all_gathers if gathers.kept.hidden]:
+            confirm(hidden)
     return inner(*args)

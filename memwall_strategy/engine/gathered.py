@@ -39,7 +39,7 @@ from memwall_strategy.engine.fsdp import FSDPParam, FSDPParamGroup, TrainingStat
 from memwall_strategy.engine.storages import Book, StorageRef
 
 
-class _Wrap:
+class Wrap:
     """One method replaced on one instance, and the way back."""
 
     def __init__(self, owner: object, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -86,11 +86,11 @@ class GroupCounter:
         self._buffers: list[tuple[StorageRef | None, torch.dtype]] = []
 
         self._wraps = [
-            _Wrap(group, "unshard", self._around_unshard),
-            _Wrap(group, "_to_unsharded", self._around_to_unsharded),
-            _Wrap(group, "_to_sharded", self._around_to_sharded),
-            _Wrap(group, "_to_sharded_post_forward", self._around_to_sharded_post_forward),
-            _Wrap(group, "post_backward", self._around_post_backward),
+            Wrap(group, "unshard", self._around_unshard),
+            Wrap(group, "_to_unsharded", self._around_to_unsharded),
+            Wrap(group, "_to_sharded", self._around_to_sharded),
+            Wrap(group, "_to_sharded_post_forward", self._around_to_sharded_post_forward),
+            Wrap(group, "post_backward", self._around_post_backward),
         ]
 
     def remove(self) -> None:
@@ -127,7 +127,7 @@ class GroupCounter:
         self._full_bytes = None
         nbytes = 0
         for param in params:
-            for tensor in _gathered_tensors(param):
+            for tensor in gathered_tensors(param):
                 storage = tensor.untyped_storage()
                 nbytes += storage.nbytes()
                 self._model.gathered_ids.add(id(storage))
@@ -208,7 +208,8 @@ class GroupCounter:
                     self._full_bytes = self._gathered_bytes  # else an extension decides anew each time
             else:
                 self._set_gathered(self._full_bytes)
-            if self._cast_bytes and not group._all_gather_result.all_gather_output.numel():
+            result = group._all_gather_result  # None where the weights were kept from an earlier micro-batch
+            if self._cast_bytes and result is not None and not result.all_gather_output.numel():
                 self._brief_single_rank_cast()
 
         return to_unsharded
@@ -225,7 +226,7 @@ class GroupCounter:
         def to_sharded_post_forward() -> None:
             inner()
             if self._active:  # a piece of the gathered weights stays
-                tensors = (tensor for param in self.group.fsdp_params for tensor in _gathered_tensors(param))
+                tensors = (tensor for param in self.group.fsdp_params for tensor in gathered_tensors(param))
                 self._set_gathered(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
 
         return to_sharded_post_forward
@@ -272,7 +273,7 @@ class GroupCounter:
 
             return allocate
 
-        self._wraps.append(_Wrap(comm, "allocate", around))
+        self._wraps.append(Wrap(comm, "allocate", around))
 
     def _before_reduction(self) -> tuple[bool, int]:
         """Whether there is a gradient to add to, and the bytes of the sum of earlier micro-batches."""
@@ -332,7 +333,8 @@ class ModelCounter:
             group.remove()
 
 
-def _gathered_tensors(param: FSDPParam) -> Iterator[torch.Tensor]:
+def gathered_tensors(param: FSDPParam) -> Iterator[torch.Tensor]:
+    """What FSDP2 holds of one parameter's gathered weights."""
     yield from param.all_gather_outputs
     yield from param._unsharded_inner_tensors
     piece = getattr(param, "_sharded_post_forward_param_data", None)  # set by the first such reshard

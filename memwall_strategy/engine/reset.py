@@ -35,6 +35,8 @@ def reset_aborted_step(model: nn.Module, lanes: FsdpLanes | None = None) -> int:
         for group in state_groups(state):
             # The gather's work failed or its peers are gone: waiting for it again would only raise again.
             group._all_gather_result = None
+            if (gathers := getattr(group, "memwall_gathers", None)) is not None:
+                gathers.kept.free()  # other ranks may have got further, and keep other units
             dropped += _drop_whole_gradients(group)
     for root in fsdp_roots(model):
         if hasattr(root, "reset_iter_state"):

@@ -162,6 +162,7 @@ class FabricStrategyMethods(FabricCheckpointMethods, WorldMethods, FabricSeams):
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         runtime = self._runtime_of(module)
         runtime.begin_step()
+        runtime.count(tensor)
         with runtime.phase(Phase.BACKWARD):
             super().backward(tensor, module, *args, **kwargs)
 

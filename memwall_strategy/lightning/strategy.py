@@ -131,6 +131,7 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
             mark_training_data(trainer, self._mark_training_data)  # configure_optimizers may ask for the data's length
             self.setup_optimizers(trainer)
             self.runtime.micro_batches = trainer.accumulate_grad_batches if module.automatic_optimization else 2
+            self.runtime.total_steps = trainer.max_steps if trainer.max_steps > 0 else None
             if self.config.overlap.enabled and self.config.overlap.optimizer_in_backward:
                 self._refuse_between_backward_and_step(trainer)
             self.runtime.add_optimizers(self.optimizers)

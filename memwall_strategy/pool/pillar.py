@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -27,6 +27,7 @@ from memwall_strategy.pool.activations import Activations
 from memwall_strategy.pool.agreement import Agreement
 from memwall_strategy.pool.beside import SMALL_STATE_BYTES, bytes_beside_state
 from memwall_strategy.pool.escalation import Escalation
+from memwall_strategy.pool.phases import Phases
 from memwall_strategy.pool.pooled_optimizer import PooledOptimizer, pool_optimizer
 from memwall_strategy.pool.probe import unused_memory_bytes
 from memwall_strategy.pool.replacing import (
@@ -42,6 +43,7 @@ from memwall_strategy.pool.replacing import (
     tell,
 )  # fmt: skip
 from memwall_strategy.pool.reserve import Reserve
+from memwall_strategy.pool.retention import Retention
 from memwall_strategy.pool.state_pager import PageIn, StatePager
 from memwall_strategy.pool.state_placement import Room, StatePlacement, place_state
 from memwall_strategy.pool.state_relief import StateRelief
@@ -65,6 +67,8 @@ class PoolPillar(BasePillar):
         table: every pooled block of this rank and where it is.
         pagers: one for each optimizer whose state is booked or paged.
         activations: what each unit does with its activations.
+        retention: units whose gathered weights stay on the device.
+        phases: how far training is, which the mapping follows.
         reserve: the part of the budget that is kept free; ``lend`` lends it.
         escalation: what gives way when a step is short, and in which order.
         tiers: the open tiers.
@@ -83,6 +87,8 @@ class PoolPillar(BasePillar):
         self.tiers = Tiers(config, self.reserve)
         self.activations = Activations(config, self.tiers.for_activations)
         self.escalation = Escalation(self.reserve)
+        self.retention = Retention(config, lambda: self.table, self._planned_room)
+        self.phases = Phases(config, self.retention)
         self.states: States | None = None
         self.beside_bytes = 0
         self.trainable: set[int] = set()
@@ -128,6 +134,9 @@ class PoolPillar(BasePillar):
         if sometimes and runtime.memory is not None:
             runtime.memory.deep = True  # it may be from now on: units that recompute note what they hold
         self.activations.attach(runtime)
+        self.retention.attach(runtime)
+        self.phases.attach(runtime)
+        self.escalation.add(self.retention, "gathered weights")
         if auto:
             recompute = RecomputeRelief(self.activations, self._least, lambda: self._chosen)
             offload = OffloadRelief(self.activations, self._least, lambda: self._chosen, lambda: recompute.kept_bytes)
@@ -164,6 +173,7 @@ class PoolPillar(BasePillar):
             ConfigError: it does not fit anywhere; says what is missing and which option helps. Where ranks have
                 different budgets, all raise what the first of them has to say.
         """
+        self.retention.start()
         self._release()
         self.table = AddressTable(self.table.rank)
         self._optimizers, self.trainable = list(runtime.optimizers), set()
@@ -214,6 +224,7 @@ class PoolPillar(BasePillar):
             return StatePlacement({b: Tier.DEVICE for unit in states.sizes() for b in unit})
         self.beside_bytes = bytes_beside_state(runtime)
         device_bytes = budget_bytes - self.reserve.bytes - self.beside_bytes - _fixed_bytes(states)
+        device_bytes -= self.retention.asked_bytes
         whole = [p.reason for p in states.parts if not p.alone]
         if sum(sum(unit.values()) for unit in states.sizes()) > device_bytes and whole:
             raise ConfigError(
@@ -221,7 +232,12 @@ class PoolPillar(BasePillar):
                 f"optimizer state, which has to be paged, but {whole[0]}. Raise the budget, or use an optimizer that "
                 "steps each parameter by itself, such as AdamW."
             )
-        return self._placed(states, device_bytes)
+        try:
+            return self._placed(states, device_bytes)
+        except ConfigError as error:
+            if kept := self.retention.asked_bytes:
+                raise ConfigError(f"pool.retain='all' keeps {format_size(kept)} of gathered weights; {error}") from None
+            raise
 
     def _placed(self, states: States, device_bytes: int) -> StatePlacement:
         """The placement in so much room beside everything else."""
@@ -271,6 +287,13 @@ class PoolPillar(BasePillar):
         self._state.start(place_anew(self, self._runtime, device_bytes), _flat(self.states))
         self.escalation.forget(self._state)
 
+    def _planned_room(self) -> int | None:
+        """Device bytes of this rank that neither the plan of a step nor the state takes; None without a budget."""
+        if self._budget_bytes is None or self.states is None:
+            return None
+        left = self._budget_bytes - self.reserve.bytes - self.beside_bytes
+        return left - _fixed_bytes(self.states) - self._state.held_bytes
+
     def _placed_in(self, device_bytes: int) -> StatePlacement:
         return self._placed(self.states, device_bytes)
 
@@ -287,7 +310,10 @@ class PoolPillar(BasePillar):
         """The first units' state comes in while the forward runs."""
         self.activations.before_step()
         if not is_current(self, runtime):
+            self.retention.start()
             self._together(self.replace_state)
+        self.phases.before_step()
+        self.retention.before_step()
         if runtime.memory is not None:
             runtime.memory.deep = self.config.deep_accounting or (
                 self.escalation.counts_sometimes and self.escalation.measures
@@ -299,6 +325,10 @@ class PoolPillar(BasePillar):
                 if isinstance(pager.optimizer, PooledOptimizer):
                     pager.optimizer.prefetch()
 
+    def after_backward(self, runtime: Runtime) -> None:
+        self.retention.forget()
+        self.phases.after_backward()
+
     def after_step(self, runtime: Runtime) -> None:
         entries = sum(len(state) for optimizer in self._optimizers for state in optimizer.state.values())
         if entries != self._entries:  # an optimizer that is not paged made state: book it
@@ -306,10 +336,12 @@ class PoolPillar(BasePillar):
             for pager in self.pagers:
                 if not isinstance(pager.optimizer, PooledOptimizer):
                     pager.adopt()
+        self.retention.after_step()
+        self.phases.after_step()
         self._figures = self._measure()
 
     def _measure(self) -> dict[str, float]:
-        figures = self.activations.take_figures()
+        figures = self.activations.take_figures() | self.retention.take_figures()
         figures |= {
             f"memwall/pool/{tier}_bytes": float(self.table.used_bytes(tier))
             for tier in (Tier.HOST, Tier.DISK)
@@ -343,14 +375,24 @@ class PoolPillar(BasePillar):
                     pager.optimizer.unit_steps.forget()
                 pager.forget()
         self.activations.forget()
+        self.retention.forget()
 
     def metrics(self) -> dict[str, float]:
         return dict(self._figures)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.phases.state_dict()
+        return {"phases": state} if state else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "phases" in state:
+            self.phases.load_state_dict(state["phases"])
 
     # -- the end --
 
     def close(self) -> None:
         self.activations.close()
+        self.retention.close()
         self._release()
 
     def _release(self) -> None:

@@ -70,6 +70,11 @@ class StateRelief:
         """Which option lets more state leave; empty where all of it has, or only slots are left."""
         return self._why if "no room for block" in self._why else ""
 
+    @property
+    def held_bytes(self) -> int:
+        """Device bytes of the state as it is placed now."""
+        return held_bytes(self._placements[-1], self._sizes) if self._placements else 0
+
     def start(self, placement: StatePlacement, sizes: Mapping[Block, int]) -> None:
         """The state was placed at set-up: what gave way before is forgotten."""
         self._placements, self._sizes, self._why = [placement], dict(sizes), ""

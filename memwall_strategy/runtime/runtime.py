@@ -68,6 +68,8 @@ class Runtime:
         micro_batches: most micro-batches of a step, as far as the front end knows; 2 stands for many.
         pool: the pool's pillar, with its address table ``pool.table``; None with ``pool.enabled=false``.
         restart: what becomes of a step in which a rank fails.
+        total_steps: optimizer steps that the whole run takes, where the front end knows; None: open.
+        losses: of the micro-batches of the present step, detached, as far as they were told.
         lanes: name -> Lane; empty where communication is the engine's own.
         memory: the account of live bytes; None with ``pool.enabled=false``.
         kind_peaks: phase -> kind -> most bytes held in any step that ended; activations in deep mode only.
@@ -106,6 +108,8 @@ class Runtime:
         self.steps = 0
         self.recomputes_itself = False
         self.micro_batches = 2
+        self.total_steps: int | None = None
+        self.losses: list[torch.Tensor] = []
         self._fsdp_lanes: FsdpLanes | None = None
         self._roots: list[nn.Module] = []
         self._meter = StepMeter(self.device, compute_dtype(self.precision), world=mesh.size())
@@ -291,11 +295,12 @@ class Runtime:
         """
         before = self._sync
         self._set_sync(last or self.config.accumulate == "sharded", last)
+        hold = self._fsdp_lanes is not None and not last and not observed
         try:
-            if self._fsdp_lanes is not None and not last and not observed:
-                with self._fsdp_lanes.reducer.hold():
-                    yield
-            else:
+            with (
+                self.pool.retention.micro_batch(last=last, observed=observed) if self.pool else nullcontext(),
+                self._fsdp_lanes.reducer.hold() if hold else nullcontext(),
+            ):
                 yield
         finally:
             self._set_sync(*before)  # of the micro-batch that this one is run again for
@@ -328,14 +333,16 @@ class Runtime:
 
         In manual optimization the optimizer has stepped by then; the figures of that step are put right.
         """
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self.losses.append(loss.detach())
         if isinstance(output, dict):
             tokens = output.get("tokens")
             if tokens is not None and self._in_step:
                 self._meter.add_tokens(int(tokens))
             elif tokens is not None:
                 self._last |= self._meter.add_late_tokens(int(tokens))
-            return output.get("loss")
-        return output
+        return loss
 
     def land_gradients(self) -> None:
         """Wait until every gradient of this step is reduced and in place."""
@@ -376,6 +383,7 @@ class Runtime:
             self.memory.reset_peak()
         for pillar in self.pillars:
             pillar.after_step(self)
+        self.losses.clear()
 
     def _keep_peaks(self) -> None:
         for phase, kinds in self.memory.kind_peaks().items():
@@ -396,6 +404,7 @@ class Runtime:
     def drop_step(self) -> None:
         """Bring the engine back to rest in the middle of a step and drop its gradients, as before loading a state."""
         self._in_step = False
+        self.losses.clear()
         self._meter.abort()
         if self.model is None:
             return

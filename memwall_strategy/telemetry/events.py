@@ -33,6 +33,8 @@ class EventKind(StrEnum):
     STATE_PLACED = "state_placed"
     ACTIVATIONS_CHANGED = "activations_changed"
     ACTIVATIONS_KEPT = "activations_kept"
+    RETENTION_CHANGED = "retention_changed"
+    PHASE_CHANGED = "phase_changed"
     MEMORY_HIGH = "memory_high"
     BUDGET_EXCEEDED = "budget_exceeded"
     MEMORY_RELIEVED = "memory_relieved"
@@ -107,6 +109,16 @@ EVENTS: dict[EventKind, EventType] = {
     EventKind.ACTIVATIONS_KEPT: EventType(
         Severity.WARNING, "the host tier had no room for a unit's activations, which stay on the device (told once)",
         {"unit": "its name", "message": "what is missing"},
+    ),
+    EventKind.RETENTION_CHANGED: EventType(
+        Severity.INFO, "from this step on, other units' gathered weights, or whole gradients, stay on the device",
+        {"units": "whose gathered weights stay", "whole_gradients": "units whose gradients rest unreduced between "
+         "micro-batches", "gathered_bytes": "that the first take", "gradient_bytes": "that the second take at most",
+         "room_bytes": "that the budget leaves on the rank with least; null where no budget is set"},
+    ),
+    EventKind.PHASE_CHANGED: EventType(
+        Severity.INFO, "training entered another phase; the pool's mapping follows from the next step on",
+        {"phase": "warmup, steady or converging", "before": "the phase until now", "cause": "what showed it"},
     ),
     EventKind.MEMORY_HIGH: EventType(
         Severity.WARNING, "a step's peak passed the watched share of the budget (told again once it fell below)",

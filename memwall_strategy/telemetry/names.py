@@ -41,6 +41,7 @@ RECOMPUTED_UNITS = "memwall/pool/recomputed_units"
 RESERVE_BYTES = "memwall/pool/reserve_bytes"
 LENT_BYTES = "memwall/pool/lent_bytes"
 RELIEVED = "memwall/pool/relieved"
+RETAINED_BYTES = "memwall/pool/retained_bytes"
 EXPOSED_S = "memwall/overlap/exposed_s"
 EXPOSED_FRACTION = "memwall/overlap/exposed_fraction"
 CONTENTION_S = "memwall/overlap/contention_s"
@@ -76,6 +77,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(RESERVE_BYTES, "B", "what is left of rank 0's reserve, where there is one"),
     Metric(LENT_BYTES, "B", "what is lent of it"),
     Metric(RELIEVED, "1", "things that gave way because steps were short, and have not come back"),
+    Metric(RETAINED_BYTES, "B", "most gathered weights that rank 0 held beyond their use in the step"),
     Metric(EXPOSED_S, "s", "time in which rank 0's training thread waited for communication"),
     Metric(EXPOSED_FRACTION, "1", "that time over the step's time"),
     Metric(CONTENTION_S, "s", "time in which rank 0's training thread had work but no core: lanes, or others, had it"),

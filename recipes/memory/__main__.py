@@ -1,7 +1,7 @@
 """What paging the optimizer's state costs, and what a rank holds on its device.
 
     python -m recipes.memory                       # all figures, a few minutes on 2 cores
-    python -m recipes.memory paging --repeats 5    # one of: paging, overhead, ranks
+    python -m recipes.memory paging --repeats 5    # one of: paging, overhead, ranks, phases
 
 - ``paging``: AdamW state on the host, on disk, and on the host with units that step inside the backward, beside all of
   it on the device; one process, 6.4 million parameters, the device budget that lets all state leave. Variants alternate
@@ -10,6 +10,7 @@
 - ``overhead``: the pool on, with everything on the device, beside the pool off.
 - ``ranks``: device bytes of one of 8 ranks, weights sharded and state on the host, beside 16 bytes a parameter, what
   one process holds that trains in fp32 with AdamW.
+- ``phases``: see ``recipes.memory.phases``.
 
 On CPU, "device", "host" and "disk" are capped arenas, and every byte between them is really copied.
 """
@@ -24,11 +25,12 @@ from typing import Any
 
 from ..bench_engine.__main__ import compare, median_step, run_ranks
 from ..figures import Row, figures_parser, measure, parse
+from .phases import phases
 
 MODEL = {"layers": 8, "heads": 4, "hidden": 256, "context": 128, "dropout": 0.0}
 BASELINE_BYTES = 16
 """fp32 weight, gradient and two moments, a parameter."""
-FIGURES = ("paging", "overhead", "ranks")
+FIGURES = ("paging", "overhead", "ranks", "phases")
 
 
 def task_of(variants: list[str], folder: Path, **changes: Any) -> dict[str, Any]:
@@ -118,7 +120,8 @@ def main() -> None:
     arguments = parse(parser)
     with tempfile.TemporaryDirectory(prefix="memwall-memory-", dir=arguments.folder) as folder:
         known = {"paging": paging, "overhead": overhead, "ranks": ranks}
-        measure(arguments, {name: partial(function, folder=Path(folder)) for name, function in known.items()})
+        placed = {name: partial(function, folder=Path(folder)) for name, function in known.items()}
+        measure(arguments, placed | {"phases": phases})
 
 
 if __name__ == "__main__":
