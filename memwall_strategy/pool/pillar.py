@@ -232,7 +232,12 @@ class PoolPillar(BasePillar):
                 f"optimizer state, which has to be paged, but {whole[0]}. Raise the budget, or use an optimizer that "
                 "steps each parameter by itself, such as AdamW."
             )
-        return self._placed(states, device_bytes)
+        try:
+            return self._placed(states, device_bytes)
+        except ConfigError as error:
+            if kept := self.retention.asked_bytes:
+                raise ConfigError(f"pool.retain='all' keeps {format_size(kept)} of gathered weights; {error}") from None
+            raise
 
     def _placed(self, states: States, device_bytes: int) -> StatePlacement:
         """The placement in so much room beside everything else."""

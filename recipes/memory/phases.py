@@ -57,8 +57,8 @@ def phases(repeats: int) -> list[Row]:
 
 
 def _in_phase(run: dict[str, Any], phase: str) -> list[dict[str, Any]]:
-    """The steps of a phase, by the schedule's own phases as the following run met them, the first one left out."""
-    return [step for step in run["each"] if step["phase"] == phase][1:]
+    """The steps of a phase, without its first; the first ones of a run show how much room there is."""
+    return [step for i, step in enumerate(run["each"]) if step["phase"] == phase and i > 3][1:]
 
 
 def _step_s(run: dict[str, Any], phase: str) -> float:
