@@ -105,10 +105,18 @@ def test_metrics_have_the_agreed_names_and_make_sense(here: Here) -> None:
     metrics = runtime.metrics()
     assert set(metrics) == {
         "memwall/step_s", "memwall/tokens_per_s", "memwall/mfu", "memwall/overlap/exposed_s",
-        "memwall/overlap/exposed_fraction", "memwall/overlap/lane_busy_s/gather",
-        "memwall/overlap/lane_busy_s/reduce", "memwall/pool/device_bytes", "memwall/pool/device_peak_bytes",
-        "memwall/pool/utilization", "memwall/pool/retained_bytes",
+        "memwall/overlap/exposed_fraction", "memwall/overlap/contention_s", "memwall/overlap/copy_s",
+        "memwall/pool/device_bytes", "memwall/pool/device_peak_bytes", "memwall/pool/utilization",
+        *(f"memwall/overlap/lane_{what}/{lane}" for what in ("busy_s", "bytes", "exposed_s")
+          for lane in ("gather", "reduce")),
     }  # fmt: skip
+    exposed = [metrics[f"memwall/overlap/lane_exposed_s/{lane}"] for lane in ("gather", "reduce")]
+    assert sum(exposed) == pytest.approx(metrics["memwall/overlap/exposed_s"])
+    assert 0 < metrics["memwall/overlap/copy_s"] < metrics["memwall/step_s"]
+    # Both micro-batches gather and reduce every weight: half of it comes from the other rank, padding included.
+    whole = 2 * 4 * sum(parameter.numel() for parameter in net.parameters())
+    assert metrics["memwall/overlap/lane_bytes/reduce"] >= whole / 2
+    assert metrics["memwall/overlap/lane_bytes/gather"] > metrics["memwall/overlap/lane_bytes/reduce"] * 1.1
     assert all(isinstance(value, float) and math.isfinite(value) for value in metrics.values()), metrics
     step_s = metrics["memwall/step_s"]
     assert metrics["memwall/tokens_per_s"] == pytest.approx(2 * 2 * 6 * 2 / step_s)
