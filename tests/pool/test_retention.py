@@ -49,8 +49,9 @@ def running(
     mesh = mesh_of(here, layout or f"{here.world}")
     replicate = mesh.shape[0] if mesh.ndim == 2 else 1
     config = MemwallConfig(
-        pool=PoolConfig(**pool), overlap=OverlapConfig(enabled=lanes, next_iteration_early=False), replicate=replicate, accumulate=accumulate
-    )
+        pool=PoolConfig(**pool), replicate=replicate, accumulate=accumulate,
+        overlap=OverlapConfig(enabled=lanes, next_iteration_early=False),  # bytes are counted by the step
+    )  # fmt: skip
     runtime = Runtime(config, mesh=mesh, precision=precision)
     with rough_lanes(here.rank):
         runtime.setup(model)
