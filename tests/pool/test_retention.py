@@ -133,7 +133,8 @@ def changing(runtime: Runtime, seed: int) -> Callable[[int], None]:
 @on_ranks(2, "gpt", "tied", "frozen", "conv", "mlp", group="equal")
 def test_losses_are_equal_whatever_is_retained(here):
     make = MODELS[here.case]
-    for options in ({}, {"lanes": False}, {"precision": "bf16-mixed"}):
+    every = ({}, {"lanes": False}, {"precision": "bf16-mixed"})
+    for options in every if here.case == "gpt" else every[:1]:
         with running(here, make, retain="none", **options) as (runtime, optimizer):
             expected = train(here, runtime, optimizer)
         with running(here, make, retain="all", **options) as (runtime, optimizer):
