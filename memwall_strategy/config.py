@@ -36,6 +36,9 @@ OPTIMIZER_ON = ("auto", "device", "host")
 MASTERS = ("none", "float32")
 """Values of ``PoolConfig.master``."""
 
+GRADIENTS = ("device", "host")
+"""Values of ``PoolConfig.gradients``."""
+
 Size = str | int | float
 """``"512MiB"``, ``"8GB"``, an int of bytes, or a float in (0, 1]: that fraction of what is there."""
 
@@ -232,6 +235,17 @@ class PoolConfig:
     phase_window: int = 20
     """Optimizer steps after which the training phase is judged."""
 
+    host_modules: tuple[str, ...] = ()
+    """Modules that run on the host, by name (``"net.embedding"``) or class: their weights, gradients and optimizer
+    state rest there, sharded over the ranks' hosts, and are gathered, computed with and stepped there; inputs and
+    outputs are carried over. Exact. Their bytes count against ``host_budget`` and not against ``device_budget``."""
+
+    gradients: str = "device"
+    """Where gradients rest between the micro-batches of a step: ``device``, or ``host``: each unit's reduced gradient
+    is added to a sum on the host and let go, and the last micro-batch brings the sums back. Takes as many bytes of
+    ``host_budget`` as a rank's gradients have; ``parameter.grad`` is None between micro-batches. The arithmetic is
+    that of ``device`` to the last bit."""
+
     deep_accounting: bool = False
     """Also count the activations that autograd saves (saved-tensor hooks; for planning, costs a few percent)."""
 
@@ -261,6 +275,15 @@ class PoolConfig:
                 f"pool.activations={self.activations!r} is not one of {', '.join(ACTIVATIONS)}."
                 f"{nearest(str(self.activations), ACTIVATIONS)}"
             )
+        if isinstance(self.host_modules, str) or not isinstance(self.host_modules, Iterable):
+            raise ConfigError(f"pool.host_modules={self.host_modules!r} must be a sequence of names or classes.")
+        names = tuple(m if isinstance(m, str) else getattr(m, "__name__", repr(m)) for m in self.host_modules)
+        object.__setattr__(self, "host_modules", names)
+        if names and not self.enabled:
+            raise ConfigError("pool.host_modules needs the pool. Set pool.enabled=true, or leave it out.")
+        _check_choice(self, "gradients", GRADIENTS)
+        if self.gradients == "host" and not self.enabled:
+            raise ConfigError("pool.gradients='host' needs the pool. Set pool.enabled=true, or leave it out.")
         if self.activations == "offload" and self.host_budget is None:
             raise ConfigError(
                 "pool.activations='offload' takes host memory, but how much depends on the batch. Set "
@@ -425,6 +448,19 @@ class MemwallConfig:
             raise ConfigError(
                 "overlap.optimizer_in_backward=true steps through the pool. Set pool.enabled=true, or leave it out."
             )
+        if self.pool.gradients == "host":
+            self._check_host_gradients()
+
+    def _check_host_gradients(self) -> None:
+        met = {
+            "accumulate='whole' (gradients are reduced after the last micro-batch only)": self.accumulate == "whole",
+            f"replicate={self.replicate} (sums wait for the other replicas inside the engine)": self.replicate > 1,
+            "overlap.optimizer_in_backward=true (units step before sums are whole)": (
+                self.overlap.enabled and self.overlap.optimizer_in_backward
+            ),
+        }
+        if reason := next((reason for reason, holds in met.items() if holds), None):
+            raise ConfigError(f"pool.gradients='host' and {reason} cannot go together. Take one of them out.")
 
 
 _PARTS: dict[str, type] = {

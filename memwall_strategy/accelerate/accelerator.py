@@ -246,6 +246,8 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
             with ExitStack() as phases:
                 for runtime in runtimes:
                     phases.enter_context(runtime.phase(Phase.BACKWARD))
+                    if runtime.pool is not None and not self.sync_gradients:  # reduced or not, no step follows
+                        phases.enter_context(runtime.pool.gradients.resting())
                 loss.backward(**options)
             if self.sync_gradients and not self._held_back and (factor := self._tokens.factor()) != 1.0:
                 for runtime in runtimes:
@@ -330,6 +332,7 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
 
     def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Divide gradients by the scaler's scale, once a step; of all prepared optimizers unless told otherwise."""
+        self._bring_gradients_back()
         if self.scaler is None:
             return
         if optimizer is None:
@@ -348,6 +351,12 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every gradient element."""
         clip_grad_value(self._unscaled(parameters), clip_value)
+
+    def _bring_gradients_back(self) -> None:
+        """Who looks at gradients between micro-batches sees all of them, wherever they rest."""
+        for scope in self._scopes.values():
+            if scope.runtime.pool is not None:
+                scope.runtime.pool.gradients.bring_back()
 
     def _unscaled(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -15,6 +15,7 @@ from memwall_strategy.config import check_entries, parse_size
 from memwall_strategy.core.block import Kind
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.capacity import available_device_bytes
+from memwall_strategy.engine.host_modules import find_host_modules, without_host
 from memwall_strategy.engine.optimizer_parts import probe
 from memwall_strategy.engine.units import plan_sharding
 from memwall_strategy.planner import (
@@ -69,7 +70,9 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
     )
     memory_bytes = device_memory_bytes(settings, device)
     pool = memwall.pool
-    model = ModelSpec.from_module(module, [name for name, _ in sharding.units])
+    host = find_host_modules(module, pool.host_modules)
+    units = [name for name, _ in without_host(sharding, host).units]
+    model = ModelSpec.from_module(module, units, host_modules=host)
     cluster = ClusterSpec(world=world, replicate=memwall.replicate, device_bytes=memory_bytes)
     ranks = [0]
     if pool.enabled:
@@ -104,6 +107,7 @@ def _plan_rank(
         activations=under_mode(activations, pool.activations) if activations and pool.enabled else activations,
         **schedule_of(overlap, device.type),
         gradients_in_forward=not early,
+        gradients=pool.gradients,
         rank=rank % cluster.shard_ranks,
     )
     if early and accumulate == 1:
@@ -113,14 +117,14 @@ def _plan_rank(
         return made
     beside = bytes_beside(
         model, cluster, precision=precision, accumulate=accumulate,
-        accumulate_how=memwall.accumulate, overlap=overlap, device_type=device.type,
+        accumulate_how=memwall.accumulate, overlap=overlap, device_type=device.type, gradients=pool.gradients,
     )  # fmt: skip
     reserve = reserve_bytes(pool, budget_bytes)
     units = state_units(model, cluster, spec, rank % cluster.shard_ranks, precision) if probe(optimizer).alone else []
     unused = unused_memory_bytes() if settings.hardware == HardwareOptions() else UNKNOWN_BYTES
     room = Room(
         budget_bytes - reserve - beside - fixed_state_bytes(model) - made.resident.get(Kind.STAGING, 0),
-        host_budget_bytes(pool, rank, unused),
+        max(0, host_budget_bytes(pool, rank, unused) - (made.resident[Kind.GRAD] if pool.gradients == "host" else 0)),
         disk_budget_bytes(pool, rank),
     )
     there = range(len(units)) if pool.optimizer_on != "device" and device.type == "cpu" else ()

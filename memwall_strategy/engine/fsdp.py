@@ -67,18 +67,27 @@ def fsdp_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
 
 
 def fsdp_roots(model: nn.Module) -> list[nn.Module]:
-    """The outermost FSDP modules: each is the root of its own iteration state."""
-    roots: list[nn.Module] = []
+    """The FSDP modules that are roots of their own iteration state: the outermost ones, and what was isolated below
+    them (``engine.host_modules``)."""
+    roots: dict[nn.Module, None] = {}
 
-    def visit(module: nn.Module) -> None:
+    def visit(module: nn.Module, below: bool) -> None:
         if isinstance(module, FSDPModule):
-            roots.append(module)
-            return
+            if not below or fsdp_state(module)._is_root:  # None until somebody's first forward
+                roots[module] = None
+            below = True
         for child in module.children():
-            visit(child)
+            visit(child, below)
 
-    visit(model)
-    return roots
+    visit(model, False)
+    return list(roots)
+
+
+def own_states(root: nn.Module) -> list[FSDPState]:
+    """States that share the iteration of ``root``, in module order; those of other roots below it are left out."""
+    others = [other for other in fsdp_roots(root) if other is not root]
+    foreign = {state for other in others for state in fsdp_states(other)}
+    return [state for state in fsdp_states(root) if state not in foreign]
 
 
 def init_root(module: nn.Module) -> None:

@@ -32,6 +32,7 @@ from memwall_strategy.engine.fsdp import (
     fsdp_roots,
     fsdp_state,
     fsdp_states,
+    own_states,
     state_groups,
 )
 from memwall_strategy.engine.sharding import prefetch_along
@@ -153,7 +154,7 @@ class GatherOrder:
 
     def _apply(self, ahead: Sequence[int]) -> None:
         for root in self._roots:
-            mine = [state._modules[0] for state in fsdp_states(root)]
+            mine = [state._modules[0] for state in own_states(root)]
             depths: dict[nn.Module, int] = {}
             if not state_groups(fsdp_state(root)):
                 depths[root] = self._most

@@ -68,6 +68,7 @@ class GroupCounter:
 
     def __init__(self, group: FSDPParamGroup, model: ModelCounter, book: Book) -> None:
         self.group, self._model, self._book = group, model, book
+        self.book = book
         self._active = True
         # - What is booked: bytes of gathered weights and of whole gradients
         self._gathered_bytes = 0
@@ -315,12 +316,15 @@ class GroupCounter:
 class ModelCounter:
     """Counts every parameter group of a model."""
 
-    def __init__(self, model: nn.Module, book: Book) -> None:
+    def __init__(self, model: nn.Module, book: Book, book_of: Callable[[nn.Module], Book] | None = None) -> None:
         self.gathered_ids: set[int] = set()
         """Ids of the storages of gathered weights; FSDP2 keeps these for good and resizes them."""
         self.live: set[GroupCounter] = set()
         """Groups whose weights are gathered."""
-        self.groups = [GroupCounter(group, self, book) for group in fsdp_groups(model)]
+        self.groups = [
+            GroupCounter(group, self, book if book_of is None else book_of(group.modules[0]))
+            for group in fsdp_groups(model)
+        ]
 
     def look_at_live(self) -> None:
         """Read the whole gradients that backward may be making."""

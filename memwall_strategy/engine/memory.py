@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -58,11 +58,20 @@ class MemoryAccount:
         device: whose memory is counted.
         deep: also count the activations that autograd saves inside ``saved_activations()``; may be set between steps.
             Whoever asks for ``note_activation`` does so while it is True.
+        host_modules: modules of the model that run on the host.
+
+    Attributes:
+        host: the book of what these hold: weights, gradients, optimizer state, what is gathered and reduced. None of
+            it is among the device's figures, not even where the device is the CPU.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, deep: bool = False) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", *, deep: bool = False, host_modules: Sequence[nn.Module] = ()
+    ) -> None:
         self.device, self.deep = torch.device(device), deep
         self._book = Book(self.device)
+        self.host = Book(torch.device("cpu"))
+        self._host_modules = tuple(host_modules)
         self._model: nn.Module | None = None
         self._optimizers: list[Optimizer] = []
         self._counter: ModelCounter | None = None
@@ -79,7 +88,7 @@ class MemoryAccount:
         """Start to count a model, sharded or not, and its optimizers. A model attached before is let go."""
         self.detach()
         self._model, self._optimizers = model, list(optimizers)
-        self._counter = ModelCounter(model, self._book)
+        self._counter = ModelCounter(model, self._book, self._book_of_module)
         refresh = _RefreshHook(self)
         self._handles.append(model.register_load_state_dict_post_hook(refresh))
         for optimizer in self._optimizers:
@@ -99,6 +108,15 @@ class MemoryAccount:
         self._handles, self._gradient_hooks, self._plain = [], {}, []
         self._model, self._optimizers, self._counter, self._state_sizes = None, [], None, None
         self._book.forget()
+        self.host.forget()
+
+    def _on_host(self) -> set[int]:
+        """Ids of the parameters of modules that run on the host."""
+        return {id(p) for group in self._counter.groups if group.book is self.host for p in group.managed()}
+
+    def _book_of_module(self, module: nn.Module) -> Book:
+        on_host = any(module is each for host in self._host_modules for each in host.modules())
+        return self.host if on_host else self._book
 
     # -- what others book --
 
@@ -114,9 +132,13 @@ class MemoryAccount:
         """Never count a storage: it is another tier's memory, or booked with ``add``."""
         self._book.ignore(storage)
 
-    def track(self, tensor: torch.Tensor, kind: str) -> None:
-        """Count a tensor's storage until it is freed; a second call with another kind renames it."""
-        self._book.track(tensor, kind)
+    def track(self, tensor: torch.Tensor, kind: str, module: nn.Module | None = None) -> None:
+        """Count a tensor's storage until it is freed; a second call with another kind renames it.
+
+        Args:
+            module: whose it is; the host counts those of modules that run there.
+        """
+        (self._book if module is None else self._book_of_module(module)).track(tensor, kind)
 
     # -- phases --
 
@@ -132,8 +154,9 @@ class MemoryAccount:
     def _enter(self, phase: Phase) -> Phase:
         if self._book.phase == Phase.BACKWARD and phase != Phase.BACKWARD:
             self._see_gradients()  # lanes put them in place at the end of the backward
-        if self._on_meta or self._book.is_stale():
+        if self._is_stale():
             self.refresh()
+        self.host.enter(phase)
         return self._book.enter(phase)
 
     def saved_activations(self) -> AbstractContextManager[None]:
@@ -187,6 +210,7 @@ class MemoryAccount:
     def reset_peak(self) -> None:
         """Forget the peaks; the present state is the first entry."""
         self._book.reset_peaks()
+        self.host.reset_peaks()
 
     def check_budget(self, limit_bytes: int) -> None:
         """Hold the peak since ``reset_peak`` against a limit.
@@ -226,30 +250,34 @@ class MemoryAccount:
         for group in self._counter.groups:
             group.look()
             for data in group.sharded_data():
-                self._count(data, Kind.PARAM, found)
+                self._count(data, Kind.PARAM, found, group.book)
         plain = [p for p in self._model.parameters() if id(p) not in managed]
         for parameter in plain:
             self._count(parameter, Kind.PARAM, found)
+        hosted = {id(b) for module in self._host_modules for b in module.buffers()}
         for buffer in self._model.buffers():
-            self._count(buffer, Kind.BUFFER, found)
+            self._count(buffer, Kind.BUFFER, found, self.host if id(buffer) in hosted else self._book)
         self._plain = plain
         self._on_meta = any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
         self._hook_gradients()
         self._see_gradients()
         self._walk_optimizers(found)
-        self._book.keep_only(frozenset({Kind.PARAM, Kind.BUFFER}) | OPTIMIZER_KINDS, found)
+        for book in (self._book, self.host):
+            book.keep_only(frozenset({Kind.PARAM, Kind.BUFFER}) | OPTIMIZER_KINDS, found)
 
-    def _count(self, tensor: torch.Tensor, kind: str, found: set[int]) -> None:
+    def _count(self, tensor: torch.Tensor, kind: str, found: set[int], book: Book | None = None) -> None:
         keys = [id(storage) for storage in storages(tensor)]
         if any(key not in found for key in keys):  # the first kind wins: an alias is not a second block
-            self._book.track(tensor, kind)
+            (book or self._book).track(tensor, kind)
             found.update(keys)
 
     def _walk_optimizers(self, found: set[int]) -> None:
+        hosted = self._on_host()
         for optimizer in self._optimizers:
-            for state in optimizer.state.values():
+            for parameter, state in optimizer.state.items():
+                book = self.host if id(parameter) in hosted else self._book
                 for kind, tensor in _state_tensors(state):
-                    self._count(tensor, kind, found)
+                    self._count(tensor, kind, found, book)
         self._state_sizes = self._measure_states()
 
     def _measure_states(self) -> tuple[int, int]:
@@ -291,8 +319,11 @@ class MemoryAccount:
 
     def _after_optimizer(self, *_: Any) -> None:
         self._gradients_seen = False
-        if self._on_meta or self._book.is_stale() or self._state_sizes != self._measure_states():
+        if self._is_stale() or self._state_sizes != self._measure_states():
             self.refresh()
+
+    def _is_stale(self) -> bool:
+        return self._on_meta or self._book.is_stale() or self.host.is_stale()
 
 
 class _RefreshHook:

@@ -58,11 +58,11 @@ from memwall_strategy.engine.lane_groups import LaneGroups
 class Account(Protocol):
     """Where buffers are counted while they live (``engine.memory.MemoryAccount``)."""
 
-    def track(self, tensor: torch.Tensor, kind: str) -> None: ...
+    def track(self, tensor: torch.Tensor, kind: str, module: nn.Module | None = None) -> None: ...
 
 
 class _NoAccount:
-    def track(self, tensor: torch.Tensor, kind: str) -> None:
+    def track(self, tensor: torch.Tensor, kind: str, module: nn.Module | None = None) -> None:
         return None
 
 
@@ -220,7 +220,7 @@ class GradientReducer:
             group.gradient_divide_factor, group.force_sum_reduction_for_comms,
         )  # fmt: skip
         job = functools.partial(self._reduce, item, [flat], shard_group, replica_group, factors)
-        self._account.track(flat, Kind.COMM)
+        self._account.track(flat, Kind.COMM, group.modules[0])
         item.transfer = self._lane.submit(
             job, transfer="reduce", unit=group_name(group, self._names), nbytes=flat.nbytes * (world - 1) // world
         )
@@ -246,7 +246,7 @@ class GradientReducer:
                 output = flat
                 if after is None and group.gradient_divide_factor is not None:  # the collective would have divided
                     output = flat / group.gradient_divide_factor
-            self._account.track(output, Kind.GRAD)
+            self._account.track(output, Kind.GRAD, group.modules[0])
             del flat
             if replica_group is not None:
                 if (partial := self._partial.pop(group, None)) is not None:
@@ -260,7 +260,7 @@ class GradientReducer:
             if after is not None and after != 1:
                 output.div_(after)
             item.output = output.to(group._orig_dtype)
-            self._account.track(item.output, Kind.GRAD)
+            self._account.track(item.output, Kind.GRAD, group.modules[0])
 
     def _finish_oldest(self) -> _Reduction:
         item = self._pending[0]

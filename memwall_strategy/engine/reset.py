@@ -15,6 +15,7 @@ from memwall_strategy.engine.fsdp import (
     fsdp_roots,
     fsdp_state,
     fsdp_states,
+    own_states,
     state_groups,
 )
 from memwall_strategy.engine.lanes import FsdpLanes
@@ -63,7 +64,7 @@ def _drop_whole_gradients(group: FSDPParamGroup) -> int:
 def _reset_by_hand(root: nn.Module) -> None:
     """torch 2.11: the same end state as ``reset_iter_state``. CPU only needs no stream to wait for; on CUDA the
     caller has synchronized the device, because an aborted step is not a hot path."""
-    states = fsdp_states(root)
+    states = own_states(root)
     context = fsdp_state(root)._comm_ctx
     context.all_gather_state = None
     context.reduce_scatter_state = None

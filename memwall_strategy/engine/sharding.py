@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.core.unit import Unit
 from memwall_strategy.engine.fresh import keep_fresh
-from memwall_strategy.engine.fsdp import fsdp_groups, fsdp_roots, group_name, init_root, trainable
+from memwall_strategy.engine.fsdp import fsdp_groups, fsdp_roots, group_name, init_root, own_states, trainable
+from memwall_strategy.engine.host_modules import CPU, carry, host_mesh, isolate, without_host
 from memwall_strategy.engine.precision import (
     convert_weights,
     keeps_statistics,
@@ -67,6 +69,7 @@ def shard_model(
     precision: str,
     unit_classes: tuple[str, ...] = (),
     split: bool = False,
+    host: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> ShardPlan:
     """Shard a plain model in place and return what was sharded.
 
@@ -76,6 +79,7 @@ def shard_model(
         precision: canonical name, see ``engine.precision``.
         unit_classes: see ``plan_sharding``.
         split: a LightningModule; see ``plan_sharding``.
+        host: modules that run on the host, from ``engine.host_modules.find_host_modules``.
 
     Raises:
         ConfigError: nothing to shard, several dtypes in one module, or a module on meta that cannot initialize itself.
@@ -88,9 +92,12 @@ def shard_model(
             "gathered whole. Name the classes to shard with unit_classes=(...) to save memory.",
             stacklevel=2,
         )
+    plan = without_host(plan, host) if host else plan
     _check_meta(model)
     device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
-    groups = {module for _, module in (*plan.apart, *plan.units, *plan.roots)}
+    groups = {module for _, module in (*plan.apart, *plan.units, *plan.roots)} | set(host.values())
+    on_host = {child for module in host.values() for child in module.modules()}
+    cpus = host_mesh(mesh) if host else mesh
     roots = {module for _, module in plan.roots}
     seen: set[nn.Module] = set()
     moved: dict[nn.Parameter, nn.Parameter] = {}
@@ -99,7 +106,8 @@ def shard_model(
         if module in seen:
             return
         seen.add(module)
-        _materialize(module, device, moved)  # parents before children: the order of model.modules(), so of the RNG
+        # Parents before children: the order of model.modules(), so of the RNG.
+        _materialize(module, CPU if module in on_host else device, moved)
         for child in module.children():
             visit(child)
         if module in groups:
@@ -108,7 +116,7 @@ def shard_model(
             apart = policy.param_dtype is not None and keeps_statistics(module)
             fully_shard(
                 module,
-                mesh=mesh,
+                mesh=cpus if module in on_host else mesh,
                 mp_policy=statistics_policy(precision) if apart else policy,
                 # What a root holds stays gathered from forward to backward: the backward starts with it.
                 reshard_after_forward=False if module in roots else None,
@@ -120,7 +128,12 @@ def shard_model(
     if split and (plan.crown or model in roots):
         for method in STEP_METHODS:
             register_fsdp_forward_method(model, method)
-        init_root(model)
+        if not host:
+            init_root(model)
+    if host:
+        isolate(model, dict(host))
+        for module in host.values():
+            carry(module, device)
     keep_fresh(model)
     return plan
 
@@ -134,7 +147,7 @@ def set_prefetch(model: nn.Module, units_ahead: int) -> None:
     if units_ahead == 0:
         return
     for root in fsdp_roots(model):
-        chain = [m for m in root.modules() if isinstance(m, FSDPModule)]  # parents before children, the root first
+        chain = [state._modules[0] for state in own_states(root)]  # parents before children, the root first
         prefetch_along(chain, [units_ahead] * len(chain), root)
 
 

@@ -124,13 +124,19 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
             self._refuse_root_parameters(module)
         self.runtime.setup(module, split=True)
         self.model = module
-        self.model_to_device()
+        if not self.runtime.host_modules:  # they stay; what is sharded is on the device already
+            self.model_to_device()
         self.precision_plugin.attach(self.runtime)
         self.barrier()
         if fitting:
             mark_training_data(trainer, self._mark_training_data)  # configure_optimizers may ask for the data's length
             self.setup_optimizers(trainer)
             self.runtime.micro_batches = trainer.accumulate_grad_batches if module.automatic_optimization else 2
+            if self.config.pool.gradients == "host" and not module.automatic_optimization:
+                raise ConfigError(
+                    "pool.gradients='host' and manual optimization cannot go together: no backward says that it is "
+                    "the last before a step. Use automatic optimization, or pool.gradients='device'."
+                )
             self.runtime.total_steps = trainer.max_steps if trainer.max_steps > 0 else None
             if self.config.overlap.enabled and self.config.overlap.optimizer_in_backward:
                 self._refuse_between_backward_and_step(trainer)

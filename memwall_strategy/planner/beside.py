@@ -26,6 +26,7 @@ def bytes_beside(
     accumulate_how: str,
     overlap: OverlapConfig,
     device_type: str,
+    gradients: str = "device",
 ) -> int:
     """Most device bytes that a step needs beside the optimizer's state and activations, on the rank that holds most.
 
@@ -36,6 +37,7 @@ def bytes_beside(
         accumulate_how: as the strategy's option ``accumulate``.
         overlap: how gathers and reductions run, and whether units step inside the backward.
         device_type: ``cpu`` or ``cuda``.
+        gradients: where they rest between micro-batches (``pool.gradients``).
     """
     early = steps_in_backward(overlap)
     made = plan(
@@ -48,6 +50,7 @@ def bytes_beside(
         accumulate_how=accumulate_how,
         **schedule_of(overlap, device_type),
         gradients_in_forward=not early,
+        gradients=gradients,
     )
     if early and accumulate == 1:
         made = with_early_steps(made, model, cluster, overlap)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memwall_strategy.config import OverlapConfig, format_size
+from memwall_strategy.config import GRADIENTS, OverlapConfig, format_size
 from memwall_strategy.core.block import Kind
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.planner.activations import ActivationSpec
@@ -53,6 +53,7 @@ class _Settings:
     lanes: bool
     activations: ActivationSpec | None
     gradients_in_forward: bool
+    gradients: str
     rank: int
 
     def __post_init__(self) -> None:
@@ -67,6 +68,8 @@ class _Settings:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {lowest}.")
         if self.accumulate_how not in ACCUMULATE_HOW:
             raise ConfigError(f"accumulate_how={self.accumulate_how!r} is not one of {', '.join(ACCUMULATE_HOW)}.")
+        if self.gradients not in GRADIENTS:
+            raise ConfigError(f"gradients={self.gradients!r} is not one of {', '.join(GRADIENTS)}.")
 
 
 def schedule_of(overlap: OverlapConfig, device_type: str) -> dict[str, Any]:
@@ -95,6 +98,7 @@ def plan(
     lanes: bool = True,
     activations: ActivationSpec | None = None,
     gradients_in_forward: bool = True,
+    gradients: str = "device",
     rank: int = 0,
 ) -> Plan:
     """Predict one rank's memory for a model on a cluster.
@@ -111,6 +115,7 @@ def plan(
         lanes: False for the engine's own synchronous path.
         activations: estimated (``gpt_activations``) or measured; None: not counted.
         gradients_in_forward: whether the last step's gradients are alive in forward; so it is under Lightning.
+        gradients: where they rest between micro-batches (``pool.gradients``).
         rank: position among the ranks that share the weights; 0 holds at least as much as any other.
 
     Raises:
@@ -127,6 +132,7 @@ def plan(
         lanes=lanes,
         activations=activations,
         gradients_in_forward=gradients_in_forward,
+        gradients=gradients,
         rank=rank,
     )
     if rank >= cluster.shard_ranks:
@@ -169,6 +175,7 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> Pla
             keep_whole=settings.accumulate_how == "whole" and settings.accumulate > 1,
             replicated=cluster.replicate > 1,
             gradients_in_forward=settings.gradients_in_forward,
+            gradients_on_host=settings.gradients == "host",
         ),
     ).play()
     return Plan(

@@ -70,6 +70,8 @@ class Schedule:
         replicated: weights are replicated too, so unreduced shards wait for the last micro-batch.
         gradients_in_forward: the last step's gradients are alive in forward, as under Lightning, which sets them
             to None after the forward.
+        gradients_on_host: between micro-batches the sharded gradients rest on the host; as many units as
+            ``reduce_buffers`` may be on their way there.
     """
 
     flats: bool
@@ -80,6 +82,7 @@ class Schedule:
     keep_whole: bool
     replicated: bool
     gradients_in_forward: bool
+    gradients_on_host: bool = False
 
 
 @dataclass(slots=True)
@@ -149,6 +152,7 @@ class Step:
         self._in_flight: list[tuple[int, bool]] = []
         self._converted = 0
         self._has_gradient: set[int] = set()
+        self._leaving: list[int] = []
         self._has_whole: set[int] = set()
         self._has_partial: set[int] = set()
         self._last = False
@@ -257,7 +261,9 @@ class Step:
             self._post_backward(root)
         for key in waiting:
             self._post_backward(key)
-        if self._last or not self.schedule.lanes:
+        if self._last:
+            self._finish_leaving()  # sums are waited for before they come back
+        if self._last or self.schedule.gradients_on_host or not self.schedule.lanes:
             self._finish_reductions()  # on lanes the last few may go on into the next forward
 
     def _new_gradient(self, key: int, size_bytes: int) -> None:
@@ -331,9 +337,22 @@ class Step:
             self._has_partial.discard(key)
         if not unit.reduction_casts:
             self.ledger.move(self._output_kind, Kind.GRAD, unit.reduce_output)
+        if self.schedule.gradients_on_host and not self._last:
+            self._leave(unit.gradient)
+            return
         if key in self._has_gradient:
             self.ledger.add(Kind.GRAD, -unit.gradient)  # added to the one that is there
         self._has_gradient.add(key)
+
+    def _leave(self, size_bytes: int) -> None:
+        """A gradient goes to the host; the slowest link is assumed: none ends before its turn is needed."""
+        self._leaving.append(size_bytes)
+        while len(self._leaving) > self.schedule.reduce_buffers:
+            self.ledger.add(Kind.GRAD, -self._leaving.pop(0))
+
+    def _finish_leaving(self) -> None:
+        while self._leaving:
+            self.ledger.add(Kind.GRAD, -self._leaving.pop(0))
 
     def _finish_reductions(self) -> None:
         while self._in_flight:

@@ -125,13 +125,16 @@ class ModelSpec:
         return tuple(p for unit in every for p in unit.parameters)
 
     @classmethod
-    def from_module(cls, module: Any, unit_names: Iterable[str] = ()) -> ModelSpec:
+    def from_module(
+        cls, module: Any, unit_names: Iterable[str] = (), *, host_modules: Iterable[str] = ()
+    ) -> ModelSpec:
         """Read a model before it is sharded.
 
         Args:
             module: a ``torch.nn.Module``, on meta or any device, not yet sharded.
             unit_names: fully qualified names of the modules that become units, in forward order. Where one unit
                 contains another, the inner one holds its own parameters. Empty: everything is in the root.
+            host_modules: names of the modules that run on the host; the device holds nothing of them.
 
         Raises:
             ConfigError: a name that is no module of the model, or a model that is sharded already.
@@ -144,10 +147,13 @@ class ModelSpec:
         depth_first = sorted(names, key=lambda name: -name.count("."))
         fixed = {name for name, child in module.named_modules() if getattr(child, "running_mean", None) is not None}
         before, after = _used_around_units(module, names)
+        elsewhere = tuple(f"{name}." for name in host_modules)
         held: dict[str, list[ParameterSpec]] = {name: [] for name in [*names, ROOT]}
         for name, parameter in module.named_parameters():  # tied parameters come once, under their first name
             if hasattr(parameter, "placements"):
                 raise ConfigError(f"parameter {name!r} is sharded already. Call ModelSpec.from_module before sharding.")
+            if name.startswith(elsewhere):
+                continue
             owner = next((unit for unit in depth_first if name.startswith(f"{unit}.")), ROOT)
             held[owner].append(
                 ParameterSpec(
@@ -168,6 +174,7 @@ class ModelSpec:
                     name, tuple(b.shape), dtype_name(b.dtype), False, keeps_dtype=name.rpartition(".")[0] in fixed
                 )
                 for name, b in module.named_buffers()
+                if not name.startswith(elsewhere)
             ),
         )
 

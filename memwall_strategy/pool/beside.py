@@ -36,6 +36,7 @@ def bytes_beside_state(runtime: Runtime) -> int:
         accumulate=runtime.micro_batches,
         accumulate_how=runtime.config.accumulate,
         overlap=runtime.config.overlap,
+        gradients=runtime.config.pool.gradients,
         device_type=runtime.device.type,
     )
 
@@ -44,7 +45,7 @@ def needed_device_bytes(runtime: Runtime) -> int:
     """The least ``pool.device_budget`` of this rank, activations left out: no optimizer state rests on the device, it
     only passes through."""
     pool = runtime.pool
-    units = [unit for pager in pool.pagers for unit in pager.units]
+    units = [unit for pager in pool.pagers for unit in pager.units if not unit.on_host]
     slots = pool.config.optimizer_units * sum(1 for pager in pool.pagers if pager.units)
     widest = max((slot_bytes(list(unit.sizes().values())) for unit in units), default=0)
     small = sum(SMALL_STATE_BYTES * len(unit.parameters) for unit in units)

@@ -27,6 +27,8 @@ from memwall_strategy.pool.activations import Activations
 from memwall_strategy.pool.agreement import Agreement
 from memwall_strategy.pool.beside import SMALL_STATE_BYTES, bytes_beside_state
 from memwall_strategy.pool.escalation import Escalation
+from memwall_strategy.pool.gradients import HostGradients
+from memwall_strategy.pool.host_units import HostUnits
 from memwall_strategy.pool.phases import Phases
 from memwall_strategy.pool.pooled_optimizer import PooledOptimizer, pool_optimizer
 from memwall_strategy.pool.probe import unused_memory_bytes
@@ -67,6 +69,8 @@ class PoolPillar(BasePillar):
         table: every pooled block of this rank and where it is.
         pagers: one for each optimizer whose state is booked or paged.
         activations: what each unit does with its activations.
+        gradients: those that rest on the host between micro-batches.
+        host_units: what modules that run on the host hold there.
         retention: units whose gathered weights stay on the device.
         phases: how far training is, which the mapping follows.
         reserve: the part of the budget that is kept free; ``lend`` lends it.
@@ -86,6 +90,8 @@ class PoolPillar(BasePillar):
         self.reserve = Reserve()
         self.tiers = Tiers(config, self.reserve)
         self.activations = Activations(config, self.tiers.for_activations)
+        self.gradients = HostGradients(config.gradients == "host")
+        self.host_units = HostUnits()
         self.escalation = Escalation(self.reserve)
         self.retention = Retention(config, lambda: self.table, self._planned_room)
         self.phases = Phases(config, self.retention)
@@ -184,6 +190,8 @@ class PoolPillar(BasePillar):
 
         def take_up() -> StatePlacement:
             self.tiers.start(runtime, self.table)
+            self.host_units.open(runtime, states.units, self.tiers)
+            self.gradients.open(runtime, _unit_of(runtime), self.tiers)
             placement = self.place(runtime, states)
             self._take_up(runtime, states, placement)
             return placement
@@ -209,7 +217,8 @@ class PoolPillar(BasePillar):
 
     def look(self, runtime: Runtime) -> States:
         """What the optimizers keep now."""
-        return States.of(self._optimizers, _unit_of(runtime), self.config, runtime.device)
+        on_host = frozenset(runtime.host_modules)
+        return States.of(self._optimizers, _unit_of(runtime), self.config, runtime.device, on_host=on_host)
 
     def place(self, runtime: Runtime, states: States, budget_bytes: int | None = None) -> StatePlacement:
         """Where every block rests.
@@ -308,6 +317,7 @@ class PoolPillar(BasePillar):
 
     def before_step(self, runtime: Runtime) -> None:
         """The first units' state comes in while the forward runs."""
+        self.gradients.before_step(runtime)
         self.activations.before_step()
         if not is_current(self, runtime):
             self.retention.start()
@@ -326,6 +336,7 @@ class PoolPillar(BasePillar):
                     pager.optimizer.prefetch()
 
     def after_backward(self, runtime: Runtime) -> None:
+        self.gradients.bring_back()
         self.retention.forget()
         self.phases.after_backward()
 
@@ -397,6 +408,8 @@ class PoolPillar(BasePillar):
 
     def _release(self) -> None:
         """Give the tiers back; the state becomes ordinary tensors where there is memory for it."""
+        self.gradients.close()
+        self.host_units.close()
         self.activations.close_room()
         open_tiers = {tier for tier, _ in self.table.tiers()}
         paged = sum(self.table.used_bytes(tier) for tier in open_tiers & {Tier.HOST, Tier.DISK})

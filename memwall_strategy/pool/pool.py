@@ -33,6 +33,8 @@ _HEIGHT = {Tier.DISK: 0, Tier.HOST: 1, Tier.PEER: 2, Tier.DEVICE: 3}
 """How near to the arithmetic a tier is: a move to a higher one is a page-in."""
 
 T = TypeVar("T")
+Mark = torch.cuda.Event | None
+"""Behind all that a stream was given when it was made; None on CPU."""
 
 
 class Pool:
@@ -191,6 +193,41 @@ class Pool:
             self._settle(blocks := list(blocks))
             copies = self._with_room(lambda: self._begin_all(begin, blocks, tier, lend))
             return self._carry(copies, blocks, tier, "replicate")
+
+    def update(self, blocks: Sequence[Block], what: str, nbytes: int, run: Callable[[Mark], None]) -> Transfer:
+        """Let ``run`` write into the blocks' views on lane ``page-out``; their generations rise when it returns.
+
+        Args:
+            run: called with a mark behind all that the caller's stream was given so far; must not call the pool. What
+                it leaves half done is torn.
+
+        Raises:
+            BlockError: no such block, or it is being copied.
+        """
+        with self._submitting:
+            self._settle(blocks)
+            begun = self._begin_writes(blocks)
+
+            def undo(ran: bool) -> None:
+                for block in begun:
+                    self.table.abort_write(block, untouched=not ran)
+
+            def tracked() -> None:
+                run(after)
+                for block in begun:
+                    self.table.end_write(block)
+
+            after = self._mark()
+            return self._submit(self.page_out, what, blocks, nbytes, tracked, undo)
+
+    def consume(self, blocks: Sequence[Block], what: str, nbytes: int, run: Callable[[Mark], None]) -> Transfer:
+        """Let ``run`` read the blocks' views on lane ``page-in``, after what is under way for them; as ``update``."""
+        with self._submitting:
+            self._settle(blocks)
+            for block in blocks:
+                self.table.readable(block)
+            after = self._mark()
+            return self._submit(self.page_in, what, blocks, nbytes, lambda: run(after), _nothing)
 
     def defragment(self, tier: Tier, arena: str) -> int:
         """Close an arena's gaps; returns how many blocks moved. Views of them are void.

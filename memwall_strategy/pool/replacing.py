@@ -46,7 +46,7 @@ class States:
     Attributes:
         parts: what ``probe`` found.
         units: their parameters and state by unit.
-        pageable: the same, nothing where an optimizer cannot be stepped in parts.
+        pageable: the same, without units that run on the host; nothing where an optimizer cannot be stepped in parts.
         at_home: names of the units that may be stepped where their state rests on the host.
         master: coarse weights have float32 copies.
         copies: units on the host are stepped on copies, since the weights are on another device.
@@ -60,8 +60,11 @@ class States:
     copies: bool
 
     @classmethod
-    def of(cls, optimizers: Sequence[Optimizer], unit_of: Any, config: PoolConfig, device: torch.device) -> States:
-        """Look at the optimizers of a run.
+    def of(
+        cls, optimizers: Sequence[Optimizer], unit_of: Any, config: PoolConfig, device: torch.device,
+        *, on_host: frozenset[str] = frozenset(),
+    ) -> States:  # fmt: skip
+        """Look at the optimizers of a run; ``on_host`` names the units that run on the host.
 
         Raises:
             ConfigError: master copies, or arithmetic on the host, for an optimizer that has neither.
@@ -71,7 +74,11 @@ class States:
         if master and (why := next((p.reason for p in parts if not p.alone), None)):
             raise ConfigError(f"pool.master={config.master!r}: {why}. Set pool.master='none', or use AdamW, say.")
         units = [unit_states(o, p, unit_of) for o, p in zip(optimizers, parts, strict=True)]
-        pageable = [each if p.alone else [] for each, p in zip(units, parts, strict=True)]
+        for unit in (unit for each in units for unit in each):
+            unit.on_host = unit.name in on_host
+        pageable = [
+            [unit for unit in each if not unit.on_host] if p.alone else [] for each, p in zip(units, parts, strict=True)
+        ]
         where = "device" if config.device_budget is None else config.optimizer_on
         at_home = units_at_home(optimizers, pageable, device, where=where)
         return cls(parts, units, pageable, at_home, master, device.type != "cpu")
@@ -216,7 +223,8 @@ def host_room(pillar: PoolPillar) -> int:
     if not isinstance(host, HostStore):
         return pillar.tiers.host_budget_bytes()
     state = sum(p.held_bytes for b, p in table if p.tier is Tier.HOST and any(pager.owns(b) for pager in pillar.pagers))
-    others = table.used_bytes(Tier.HOST) - table.used_bytes(Tier.HOST, kind=Kind.STAGING) - state
+    engines = sum(p.bytes for _, p in table if p.tier is Tier.HOST and p.arena == ENGINE)  # beside what is mapped
+    others = table.used_bytes(Tier.HOST) - table.used_bytes(Tier.HOST, kind=Kind.STAGING) - state - engines
     return pillar.tiers.host_budget_bytes(host.mapped_bytes) - others
 
 

@@ -267,6 +267,7 @@ class Retention:
             return Shares()
         accumulate = self._accumulate and self._room_bytes is not None and self._runtime.micro_batches > 1
         accumulate = accumulate and self._runtime.config.accumulate == "sharded"
+        accumulate = accumulate and self._config.gradients == "device"  # on the host they rest reduced
         shares = share_room(self._rooms(), self._room_bytes or 0, retained=asked, accumulate=accumulate)
         return Shares(
             tuple(name for name in shares.retained if name not in self._withheld),
@@ -323,7 +324,10 @@ class Retention:
 
     @property
     def _units(self) -> list[RetainedUnit]:
-        return [] if self._retainer is None else self._retainer.units
+        if self._retainer is None:
+            return []
+        on_host = self._runtime.host_modules  # they take nothing of the device
+        return [unit for unit in self._retainer.units if unit.unit.name not in on_host]
 
     def _rooms(self) -> list[UnitRoom]:
         found: dict[str, UnitRoom] = {}

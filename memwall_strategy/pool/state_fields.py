@@ -40,12 +40,14 @@ class UnitState:
         parameters: in the order of the param groups.
         names: theirs.
         fields: block -> what it is.
+        on_host: it runs on the host; torch keeps its state there, and it is never paged.
     """
 
     name: str
     parameters: list[torch.nn.Parameter]
     names: list[str]
     fields: dict[Block, StateField] = field(default_factory=dict)
+    on_host: bool = False
 
     def sizes(self) -> dict[Block, int]:
         """Bytes of every block."""

@@ -23,6 +23,7 @@ from memwall_strategy.engine.fsdp import local_tensor
 from memwall_strategy.engine.quantised import is_quantised, with_parts
 from memwall_strategy.pool.arena import GRANULE_BYTES, PAGE_BYTES, Arena, aligned
 from memwall_strategy.pool.device import ENGINE
+from memwall_strategy.pool.host_units import book, unbook
 from memwall_strategy.pool.state_fields import StateField, UnitState
 from memwall_strategy.pool.store import Store
 from memwall_strategy.pool.table import AddressTable
@@ -175,7 +176,7 @@ class StateHomes:
     def forget_resident(self) -> None:
         """Take what torch holds off the books, until ``book_resident``."""
         for block in self._booked:
-            self.table.drop(block)
+            unbook(self.table, block)
         self._booked.clear()
         self._entries_seen.clear()
 
@@ -226,7 +227,7 @@ class StateHomes:
         """A copy of a block's bytes in ordinary memory on the CPU, wherever it rests; nothing may be on its way."""
         out = torch.empty(each.shape, dtype=each.dtype)
         placement = self.table.readable(each.block)
-        if placement.tier is Tier.DEVICE:
+        if placement.arena == ENGINE:
             out.copy_(self.local(each))
         else:
             self.stores[placement.tier].read([(placement, out)])
@@ -322,10 +323,11 @@ class StateHomes:
                     found[block] = local_tensor(value)
         moved = {b: t for b, t in found.items() if b not in self.table or self.table.locate(b).offset != t.data_ptr()}
         for block in moved.keys() & self._booked:  # the optimizer made it anew; all first: addresses are used again
-            self.table.drop(block)
+            unbook(self.table, block)
             self._booked.discard(block)
+        tier = Tier.HOST if unit.on_host else Tier.DEVICE
         for block, local in moved.items():
-            self.table.book(block, local.nbytes, Tier.DEVICE, local.data_ptr(), arena=ENGINE)
+            book(self.table, block, local.nbytes, tier, local.data_ptr())
             self._booked.add(block)
 
 

@@ -37,6 +37,7 @@ class Tiers:
 
     Attributes:
         pool: the stores behind two lanes; None until something is paged.
+        engine_host_bytes: host memory that torch holds, or will, for modules that run there.
     """
 
     def __init__(self, config: PoolConfig, reserve: Reserve) -> None:
@@ -44,7 +45,7 @@ class Tiers:
         self._config, self._reserve = config, reserve
         self._runtime: Runtime | None = None
         self._table: AddressTable | None = None
-        self._staging_bytes = 0
+        self._staging_bytes = self.engine_host_bytes = 0
 
     @property
     def stores(self) -> dict[Tier, Store]:
@@ -89,6 +90,11 @@ class Tiers:
             "with what was needed then. Raise pool.host_budget, or add the param groups before training starts."
         )
 
+    def open_host(self) -> None:
+        """Open the host tier, with nothing mapped yet. Does nothing when it is open."""
+        if Tier.HOST not in self.stores:
+            self._more_host(0)
+
     def make_room_for(
         self, units: Sequence[Mapping[Block, int]], homes: Mapping[Block, Tier], *, staging_bytes: int = 0
     ) -> None:
@@ -131,8 +137,9 @@ class Tiers:
         return self.pool
 
     def host_budget_bytes(self, held_bytes: int = 0) -> int:
-        """What this rank may take on the host, ``held_bytes`` of which it holds."""
-        return host_budget_bytes(self._config, self._table.rank, unused_memory_bytes() + held_bytes)
+        """What this rank may map on the host, ``held_bytes`` of which it has mapped."""
+        budget = host_budget_bytes(self._config, self._table.rank, unused_memory_bytes() + held_bytes)
+        return max(0, budget - self.engine_host_bytes)
 
     def disk_budget_bytes(self) -> int:
         """What this rank may take on disk; once the tier is open, what it has.

@@ -29,6 +29,7 @@ from memwall_strategy.core.unit import Unit
 from memwall_strategy.engine.clip import clip_grad_norm, clip_grad_value
 from memwall_strategy.engine.fresh import keep_fresh
 from memwall_strategy.engine.fsdp import fsdp_roots
+from memwall_strategy.engine.host_modules import find_host_modules, without_host
 from memwall_strategy.engine.inference import gather_outside_inference_mode
 from memwall_strategy.engine.lanes import FsdpLanes
 from memwall_strategy.engine.memory import MemoryAccount
@@ -62,6 +63,7 @@ class Runtime:
         input_clock: see ``runtime.input_clock``; where nobody uses it, the wait for input is not among the metrics.
         events: the emitter, for pillars, front ends and whoever wants to listen.
         model: the sharded model, after ``setup``.
+        host_modules: name -> module of what runs on the host.
         optimizers: after ``add_optimizers``.
         model_spec: the model as the planner sees it; None where its owner sharded it.
         units: what was sharded.
@@ -100,6 +102,7 @@ class Runtime:
         )
         self.model: nn.Module | None = None
         self.model_spec: ModelSpec | None = None
+        self.host_modules: dict[str, nn.Module] = {}
         self.optimizers: list[Optimizer] = []
         self.units: tuple[Unit, ...] = ()
         self.memory: MemoryAccount | None = None
@@ -131,16 +134,25 @@ class Runtime:
             self.budget_bytes = agreed_device_budget_bytes(self.config.pool, self.device)
         self.recomputes_itself = recomputes_itself(model)
         if is_sharded(model):
+            if self.config.pool.host_modules:
+                raise ConfigError(
+                    "pool.host_modules, but the model came sharded by its own configure_model. Let memwall shard it."
+                )
             keep_fresh(model)
         else:
+            self.host_modules = find_host_modules(model, self.config.pool.host_modules)
             self.model_spec = self._look_at(model, split)
-            shard_model(model, self.mesh, precision=self.precision, unit_classes=self.config.unit_classes, split=split)
+            shard_model(
+                model, self.mesh, precision=self.precision, unit_classes=self.config.unit_classes, split=split,
+                host=self.host_modules,
+            )  # fmt: skip
         self.model = model
         self.units = describe_units(model)
         self._roots = fsdp_roots(model)
         gather_outside_inference_mode(model)
         if self.config.pool.enabled:
-            self.memory = MemoryAccount(self.device, deep=self.config.pool.deep_accounting)
+            deep, host = self.config.pool.deep_accounting, tuple(self.host_modules.values())
+            self.memory = MemoryAccount(self.device, deep=deep, host_modules=host)
         self._start_overlap()
         if self.memory is not None:
             self.memory.attach(model)  # after the lanes: it wraps what they put on the engine's groups
@@ -156,7 +168,8 @@ class Runtime:
     def _look_at(self, model: nn.Module, split: bool) -> ModelSpec:
         low = mixed_precision_policy(self.precision).param_dtype is not None
         plan = plan_sharding(model, unit_classes=self.config.unit_classes, split=split, low_precision=low)
-        return ModelSpec.from_module(model, [name for name, _ in plan.units])
+        units = without_host(plan, self.host_modules).units
+        return ModelSpec.from_module(model, [name for name, _ in units], host_modules=self.host_modules)
 
     def _start_overlap(self) -> None:
         overlap = self.config.overlap
@@ -295,11 +308,13 @@ class Runtime:
         """
         before = self._sync
         self._set_sync(last or self.config.accumulate == "sharded", last)
-        hold = self._fsdp_lanes is not None and not last and not observed
+        rest = self.pool is not None and self.pool.gradients.active and not last
+        hold = self._fsdp_lanes is not None and not (last or observed or rest)  # each leaves in its own backward
         try:
             with (
                 self.pool.retention.micro_batch(last=last, observed=observed) if self.pool else nullcontext(),
                 self._fsdp_lanes.reducer.hold() if hold else nullcontext(),
+                self.pool.gradients.resting() if rest else nullcontext(),
             ):
                 yield
         finally:
@@ -409,6 +424,8 @@ class Runtime:
         if self.model is None:
             return
         reset_aborted_step(self.model, self._fsdp_lanes)
+        if self.pool is not None:
+            self.pool.gradients.drop()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         if self.memory is not None:

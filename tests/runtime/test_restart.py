@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memwall_strategy.config import MemwallConfig, OverlapConfig
+from memwall_strategy.config import MemwallConfig, OverlapConfig, PoolConfig
 from memwall_strategy.core.errors import CollectiveError, MemwallError, RankOutOfMemory
 from memwall_strategy.engine import reducer, swap_group
 from memwall_strategy.engine.sharding import data_parallel_mesh
@@ -158,6 +158,10 @@ def worker_restarts(rank: int, world: int) -> dict[str, Any]:
         runs[name] = train(rank, world, plan)
     plan = Plan("forward", mid) if rank == one else None
     runs["stock"] = train(rank, world, plan, overlap=OverlapConfig(lanes=False))
+    on_host = PoolConfig(gradients="host", host_budget="16MiB", host_modules=("blocks.0",))
+    for name, place in (("on host", "forward"), ("backward, last, on host", "backward")):
+        plan = Plan(place, last) if rank == one else None  # two micro-batches have left sums there
+        runs[name] = train(rank, world, plan, pool=on_host)
     runs["both"] = train(rank, world, Plan("forward", mid) if rank in (0, one) else None, lambda missing_bytes, **_: 1)
     given: list[int] = []
 
@@ -183,7 +187,7 @@ def check_restarts(results: list[dict[str, Any]]) -> None:
             assert [event[0] for event in run["events"]] == ["out_of_memory", "step_restarted"] * times, name
             ranks = [0] if name == "first" else [one]
             assert all(event[1] == ranks for event in run["events"]), (name, run["events"])
-            phase = "backward" if name in ("backward, last", "lane") else "forward"
+            phase = "backward" if "backward" in name or name == "lane" else "forward"
             if name != "lane":  # whichever wait meets it
                 asked_bytes = 2**28 if name == "real" else 2**31
                 assert run["events"][0][2:] == [phase, asked_bytes], (name, run["events"])
