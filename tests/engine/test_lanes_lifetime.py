@@ -43,7 +43,7 @@ class Buffers:
     def __init__(self, kind):
         self.kind, self.most, self._live = kind, 0, set()
 
-    def track(self, tensor, kind):
+    def track(self, tensor, kind, module=None):
         address = tensor.untyped_storage().data_ptr()
         if kind == self.kind and address not in self._live:
             self._live.add(address)

@@ -29,7 +29,7 @@ def test_sharded_weights_on_host_copies(here: Here) -> None:
             pool = PoolConfig(**base)
             if copies:
                 pool = PoolConfig(**base, device_budget=COARSE if master else BUDGET, host_budget="64MiB")
-                replacing.States.of = classmethod(lambda cls, *a: replace(plain_of(cls, *a), copies=True))
+                replacing.States.of = classmethod(lambda cls, *a, **k: replace(plain_of(cls, *a, **k), copies=True))
             try:
                 runs[copies] = train(here, pool, precision)
             finally:
