@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -100,7 +101,10 @@ def shard_model(
     cpus = host_mesh(mesh) if host else mesh
     roots = {module for _, module in plan.roots}
     seen: set[nn.Module] = set()
-    moved: dict[nn.Parameter, nn.Parameter] = {}
+    # Tied ones only: any other whole weight goes as soon as its module was sharded.
+    uses = Counter(parameter for owner in model.modules() for parameter in owner.parameters(recurse=False))
+    moved: dict[nn.Parameter, nn.Parameter | None] = {each: None for each, count in uses.items() if count > 1}
+    del uses
 
     def visit(module: nn.Module) -> None:
         if module in seen:
@@ -123,6 +127,7 @@ def shard_model(
             )
 
     visit(model)
+    moved.clear()  # ``visit`` refers to itself, so what it holds would wait for the garbage collector
     if plan.crown:
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     if split and (plan.crown or model in roots):
@@ -221,17 +226,23 @@ def _check_meta(model: nn.Module) -> None:
         )
 
 
-def _materialize(owner: nn.Module, device: torch.device, moved: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Give a module's own meta tensors memory and initialize them; ``moved`` keeps tied weights tied."""
+def _materialize(owner: nn.Module, device: torch.device, moved: dict[nn.Parameter, nn.Parameter | None]) -> None:
+    """Give a module's own meta tensors memory and initialize them.
+
+    ``moved`` has what each tied weight became, so that it stays tied; None until one of its owners came by.
+    """
     tensors = itertools.chain(owner.parameters(recurse=False), owner.buffers(recurse=False))
     if not any(tensor.is_meta for tensor in tensors):
         return
     for name, parameter in list(owner.named_parameters(recurse=False)):
         if parameter.is_meta:
-            if parameter not in moved:
-                whole = torch.empty_like(parameter, device=device)
-                moved[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            setattr(owner, name, moved[parameter])
+            whole = moved.get(parameter)
+            if whole is None:
+                data = torch.empty_like(parameter, device=device)
+                whole = nn.Parameter(data, requires_grad=parameter.requires_grad)
+                if parameter in moved:
+                    moved[parameter] = whole
+            setattr(owner, name, whole)
     for name, buffer in list(owner.named_buffers(recurse=False)):
         if buffer.is_meta:
             owner._buffers[name] = torch.empty_like(buffer, device=device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from unittest import mock
 
 import pytest
@@ -116,6 +118,30 @@ def test_tied_weights_on_meta_stay_tied_and_frozen_ones_frozen(here):
     shard_model(model, mesh_of(here, "2"), precision="32-true")
     assert model[0].weight is model[2].weight
     assert [p.requires_grad for p in model.parameters()] == [True, False, False]
+
+
+@on_ranks(2, group="engine")
+def test_from_meta_no_more_than_one_whole_unit_is_alive(here):
+    """Whole weights go as soon as their unit is sharded, without the garbage collector's help."""
+    made, alive = [], []
+
+    class Layer(nn.Linear):
+        def reset_parameters(self):
+            if not self.weight.is_meta:
+                made.append(weakref.ref(self.weight))
+                alive.append(sum(ref() is not None for ref in made))
+            super().reset_parameters()
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(Layer(8, 8), nn.ReLU()) for _ in range(5)))
+    gc.collect()
+    gc.disable()
+    try:
+        shard_model(model, mesh_of(here, "2"), precision="32-true", unit_classes=("Layer",))
+        assert alive == [1] * 5, alive
+        assert not any(ref() is not None for ref in made)
+    finally:
+        gc.enable()
 
 
 class Helpless(nn.Module):
