@@ -310,6 +310,17 @@ class OverlapConfig:
     reduce_buffers: int = 2
     """Most units whose gradients may be in flight at a time; each holds one unit's whole gradient."""
 
+    shared_memory: bool | str = "auto"
+    """Between ranks of one host, lanes gather and reduce through shared memory instead of gloo's sockets. ``auto``:
+    every sharded group whose ranks are all on one host (one boot, one network namespace, one user); ``true``: refused
+    where a group is not; ``false``: never. Linux on x86-64. Holds ``prefetch + 2`` units' gathered weights for all
+    ranks of the host together, and ``reduce_buffers`` units' gradients for each."""
+
+    non_dumpable: bool = False
+    """Keep other processes of the same user out of this one's memory, windows included, as far as the kernel can
+    (PR_SET_DUMPABLE). Its price: no debugger or profiler can attach, no core is dumped, and files under /proc/self
+    belong to root, which some tools need."""
+
     optimizer_in_backward: bool = False
     """Each unit steps inside the backward, as soon as its gradients are there, and lets go of them: less memory for
     gradients, and optimizer state is paged in the shadow of the backward. Lightning's automatic optimization, one
@@ -323,9 +334,15 @@ class OverlapConfig:
     """Keep every transfer's start and end for ``Runtime.write_trace``."""
 
     def __post_init__(self) -> None:
-        _check_bool(self, "enabled", "lanes", "optimizer_in_backward", "next_iteration_early", "trace")
+        _check_bool(
+            self, "enabled", "lanes", "non_dumpable", "optimizer_in_backward", "next_iteration_early", "trace"
+        )
         _check_int(self, "prefetch", 0)
         _check_int(self, "reduce_buffers", 1)
+        if self.shared_memory != "auto" and not isinstance(self.shared_memory, bool):
+            raise ConfigError(f"overlap.shared_memory={self.shared_memory!r} must be auto, true or false.")
+        if self.shared_memory is True and self.enabled and not self.lanes:
+            raise ConfigError("overlap.shared_memory=true works on the lanes. Set overlap.lanes=true, or use auto.")
 
 
 @_names_its_options

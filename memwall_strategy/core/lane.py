@@ -6,7 +6,7 @@ submits or drains next, with lane, transfer and unit named, and stays raised unt
 read what the failed one did not write.
 
 A lane measures three things, each cheap enough to stay on: the time that other threads waited for it (exposed), the
-time its own thread worked (busy) and the bytes it moved.
+time its own thread worked (busy) and the bytes it moved (and how many of them through shared memory).
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class LaneStats:
     exposed_s: float = 0.0
     best_bytes_per_s: float = 0.0
     """Of the fastest transfer of at least ``RATED_BYTES``; 0 where there was none."""
+    shared_bytes: int = 0
+    """Those of ``bytes`` that were read from other ranks' memory, in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,13 @@ class Span:
 class Transfer:
     """Handle of one submitted transfer."""
 
-    __slots__ = ("_error", "_event", "_fn", "_lane", "name", "nbytes", "seconds", "unit")
+    __slots__ = ("_error", "_event", "_fn", "_lane", "name", "nbytes", "rated", "seconds", "unit")
 
-    def __init__(self, lane: Lane, fn: Callable[[], object], name: str, unit: str, nbytes: int) -> None:
+    def __init__(
+        self, lane: Lane, fn: Callable[[], object], name: str, unit: str, nbytes: int, rated: bool = True
+    ) -> None:
         self._lane, self._fn = lane, fn
-        self.name, self.unit, self.nbytes = name, unit, nbytes
+        self.name, self.unit, self.nbytes, self.rated = name, unit, nbytes, rated
         self._event = threading.Event()
         self._error: BaseException | None = None
         self.seconds = 0.0  # on the lane's thread; set when it ended
@@ -122,8 +126,14 @@ class Lane:
         self._stats = LaneStats()
         self._spans: list[Span] = []
 
-    def submit(self, fn: Callable[[], object], *, transfer: str, unit: str, nbytes: int = 0) -> Transfer:
+    def submit(
+        self, fn: Callable[[], object], *, transfer: str, unit: str, nbytes: int = 0, rated: bool = True
+    ) -> Transfer:
         """Queue ``fn`` and return at once, unless ``capacity`` transfers are unfinished: then wait for room.
+
+        Args:
+            nbytes: that it moves.
+            rated: its time tells a link's rate; not so where it only waits for memory to be written.
 
         Raises:
             MemwallError: an earlier transfer of this lane failed, or no room came within the lane's timeout.
@@ -131,7 +141,7 @@ class Lane:
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError(f"a transfer of lane {self.name!r} may not submit to its own lane")
-        item = Transfer(self, fn, transfer, unit, nbytes)
+        item = Transfer(self, fn, transfer, unit, nbytes, rated)
         with self._changed:
             self._wait_locked(
                 lambda: self._closed or self._error is not None or self._unfinished < self.capacity, f"room for {item}"
@@ -168,6 +178,11 @@ class Lane:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(self.timeout_s)
+
+    def count_shared(self, nbytes: int) -> None:
+        """Note bytes that a transfer read from other ranks' memory."""
+        with self._changed:
+            self._stats.shared_bytes += nbytes
 
     def take_stats(self) -> LaneStats:
         """Return the counters since the last call and set them back to zero."""
@@ -213,7 +228,7 @@ class Lane:
                 self._stats.transfers += 1
                 self._stats.bytes += item.nbytes
                 self._stats.busy_s += end - start
-                if item.nbytes >= RATED_BYTES and error is None:
+                if item.rated and item.nbytes >= RATED_BYTES and error is None:
                     self._stats.best_bytes_per_s = max(self._stats.best_bytes_per_s, item.nbytes / (end - start))
                 if self.record_spans:
                     self._spans.append(Span(self.name, item.name, item.unit, start, end, item.nbytes))

@@ -9,6 +9,7 @@ within the CPU quota of every control group above this process.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -17,6 +18,7 @@ from memwall_strategy.core.errors import ConfigError
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROC_CGROUP = Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
 
 
 def available_device_bytes(device: torch.device | str = "cpu") -> int:
@@ -108,3 +110,21 @@ def _folders(proc: Path, root: Path, controller: str) -> list[tuple[Path, bool]]
         for part in (PurePosixPath(path), *PurePosixPath(path).parents):
             found.append((base / str(part).lstrip("/"), controllers == ""))
     return found
+
+
+def unused_memory_bytes(meminfo: Path = MEMINFO, proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> int:
+    """Memory that may be taken now without anybody being killed: the machine's, and what each control group leaves."""
+    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
+    if match is None:
+        raise ConfigError(f"{meminfo} names no MemAvailable: this needs Linux with /proc.")
+    return min([int(match[1]) * 1024, *(max(0, limit - _used(group)) for group, limit in memory_groups(proc, root))])
+
+
+def _used(group: Path) -> int:
+    """Bytes charged to a control group, without the page cache that the kernel would drop first."""
+    for name, cache in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
+        if (group / name).is_file():
+            stat = (group / "memory.stat").read_text() if (group / "memory.stat").is_file() else ""
+            match = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
+            return max(0, int((group / name).read_text()) - (int(match[1]) if match else 0))
+    return 0

@@ -188,7 +188,8 @@ class GroupCounter:
             if self._full_bytes is None:
                 self.look()  # the dtypes are settled by now
             flat = result.all_gather_output
-            if self._book.hold(flat, Kind.COMM) is not None and self._cast_bytes:
+            self._book.hold(flat, Kind.COMM)
+            if self._cast_bytes and flat.numel():
                 self._book.brief({Kind.COMM: self._cast_bytes})  # copies in the compute's dtype lived until just now
 
         return unshard

@@ -155,6 +155,27 @@ class SwapGroup(ProcessGroup):
         for backend in self._present("set_timeout").backends.values():
             backend._set_default_timeout(timeout)
 
+    # What a collective that does not go through the inner group (``engine.shared_windows``) needs of the group.
+
+    @property
+    def epoch(self) -> int | None:
+        """Number of the present inner group: None where there is none at the moment, -1 for a stand-in."""
+        inner = self._inner
+        return None if inner is None else inner.epoch
+
+    def issue(self, name: str) -> None:
+        """Count a collective that this process arrived at."""
+        self.issued += 1
+        self.last = name
+
+    def refusal(self, name: str) -> MemwallError:
+        """The error for the collective ``name`` after the group was torn down, or its inner group replaced."""
+        return self._owner.refusal(f"{name} on {self.spec}")
+
+    def failure(self, name: str, detail: str, epoch: int) -> MemwallError:
+        """The error for the collective ``name`` that failed in ``epoch``, agreed with the other ranks."""
+        return self._owner.fail(epoch, name, self.spec, detail)
+
     def _raise_named(self, name: str, inner: InnerGroup, error: RuntimeError, timeout: timedelta) -> NoReturn:
         """Raise what ``error`` of the inner group means; may first agree on it with the other ranks."""
         text = str(error)

@@ -7,11 +7,14 @@ collectives:
 - *gather*: a custom all-gather comm queues the collective and hands FSDP2 a ``Work`` to wait for in the unit's
   pre-forward or pre-backward. Units ahead are prefetched.
 - *reduce*: see ``engine.reducer``.
+
+Between ranks of one host both go through shared windows (``engine.shared_windows``) instead of gloo's sockets.
 """
 
 from __future__ import annotations
 
 import functools
+import heapq
 from collections.abc import Sequence
 
 import torch
@@ -22,6 +25,7 @@ from torch.optim import Optimizer
 
 from memwall_strategy.core.errors import MemwallError
 from memwall_strategy.core.lane import Lane, Transfer
+from memwall_strategy.engine.account import Account
 from memwall_strategy.engine.early_gathers import EarlyGathers
 from memwall_strategy.engine.exchange import all_gather
 from memwall_strategy.engine.fsdp import (
@@ -34,7 +38,9 @@ from memwall_strategy.engine.fsdp import (
 )
 from memwall_strategy.engine.gather_order import GatherOrder
 from memwall_strategy.engine.lane_groups import LaneGroups
-from memwall_strategy.engine.reducer import Account, GradientReducer
+from memwall_strategy.engine.reducer import GradientReducer
+from memwall_strategy.engine.shared_ring import Lease
+from memwall_strategy.engine.shared_windows import SharedMemory, SharedWindows, gather_bytes
 
 
 class LaneWork(dist.Work):
@@ -53,11 +59,21 @@ class LaneWork(dist.Work):
 
 
 class LaneAllGather(AllGather):
-    """All-gather comm of one unit that runs on the gather lane."""
+    """All-gather comm of one unit that runs on the gather lane.
 
-    def __init__(self, unit: str, lane: Lane, groups: LaneGroups) -> None:
-        self._unit, self._lane, self._groups = unit, lane, groups
+    Where the unit's group has a window, the output is allocated in it: FSDP2's own copies are then the gather, and the
+    lane only waits for the other ranks. The window's slot is let go when the weights have been copied out of it.
+    """
+
+    def __init__(
+        self, unit: str, group: FSDPParamGroup, lane: Lane, groups: LaneGroups, windows: SharedWindows
+    ) -> None:
+        self._unit, self._group, self._lane, self._groups, self._windows = unit, group, lane, groups, windows
+        self._lease: Lease | None = None
         self._last: Transfer | None = None
+        # Private: called once a gather, right after FSDP2 copied the weights out of the flat buffer.
+        self._to_unsharded = group._to_unsharded
+        group._to_unsharded = self._copied_out
 
     @property
     def seconds(self) -> float:
@@ -65,6 +81,15 @@ class LaneAllGather(AllGather):
         return self._last.seconds if self._last is not None else 0.0
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._lease is not None:  # of a gather whose result nobody took (its weights were edited since)
+            if self._lease.ring.is_current(self._lease) and self._last is not None:
+                self._last.wait()  # the lane still looks for the others' parts in this slot
+            self._let_go()
+        (numel,) = size
+        twin = self._groups.twin(self._group._all_gather_process_group)
+        self._lease = self._windows.reserve(twin, numel * dtype.itemsize, "all-gather")
+        if self._lease is not None:
+            return self._lease.whole(dtype)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -74,18 +99,34 @@ class LaneAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        twin = self._groups.twin(group)
+        nbytes = output_tensor.nbytes - input_tensor.nbytes
         # FSDP2 filled input_tensor (a slice of output_tensor) on this thread just before: program order suffices.
+        if (lease := self._lease) is not None:
+            lease.ring.arrive(lease, "all-gather")
+            job = functools.partial(lease.ring.wait, lease, "all-gather", nbytes)
+        else:
+            job = functools.partial(all_gather, output_tensor, input_tensor, self._groups.twin(group))
         transfer = self._last = self._lane.submit(
-            lambda: all_gather(output_tensor, input_tensor, twin),
-            transfer="all-gather",
-            unit=self._unit,
-            nbytes=output_tensor.nbytes - input_tensor.nbytes,
+            job, transfer="all-gather", unit=self._unit, nbytes=nbytes, rated=lease is None
         )
         if async_op:
             return LaneWork(transfer)
         transfer.wait()
         return None
+
+    def _copied_out(self) -> None:
+        self._to_unsharded()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.ring.release(lease)
+            lease.ring.free(lease)
+
+    def uninstall(self) -> None:
+        """Give the group its method back."""
+        self._group.__dict__.pop("_to_unsharded", None)
 
 
 class FsdpLanes:
@@ -99,12 +140,17 @@ class FsdpLanes:
         trace: keep spans.
         account: where communication buffers are booked.
         early: gather the first units of the next iteration after the step; see ``engine.early_gathers``.
+        shared_memory: see ``OverlapConfig.shared_memory``.
 
     Attributes:
         gather, reduce: the lanes.
         order: in which order units run, and how far ahead each gathers.
         reducer: what reduces gradients.
         early: None where it is off.
+        windows: the gather lane's shared windows; the reducer has its own.
+
+    Raises:
+        ConfigError: ``shared_memory`` is True and some group cannot.
     """
 
     def __init__(
@@ -117,25 +163,34 @@ class FsdpLanes:
         trace: bool = False,
         account: Account | None = None,
         early: bool = False,
+        shared_memory: SharedMemory = "auto",
     ) -> None:
         self._model = model
         capacity = reduce_buffers + 2  # the presence exchange, and one spare: the reducer itself bounds the buffers
         self.gather = Lane("gather", capacity=prefetch + 3, timeout_s=timeout_s, record_spans=trace)
         self.reduce = Lane("reduce", capacity=capacity, timeout_s=timeout_s, record_spans=trace)
-        self.reducer = GradientReducer(model, self.reduce, buffers=reduce_buffers, account=account)
+        self.windows = SharedWindows(self.gather, divided=False, wanted=shared_memory, account=account)
+        self.reducer = GradientReducer(
+            model, self.reduce, buffers=reduce_buffers, account=account, shared_memory=shared_memory
+        )
         self._gather_groups = LaneGroups()
         self._replaced: list[tuple[FSDPParamGroup, AllGather, bool]] = []
         names = {module: name for name, module in model.named_modules()}
+        flats: dict[dist.ProcessGroup, list[int]] = {}
         for state in fsdp_states(model):
             for group in state_groups(state):
-                if isinstance(group.mesh_info, FSDPMeshInfo):
-                    self._gather_groups.twin(group.mesh_info.shard_process_group)
-                if isinstance(group.post_forward_mesh_info, FSDPMeshInfo):
-                    self._gather_groups.twin(group.post_forward_mesh_info.shard_process_group)
+                for info in (group.mesh_info, group.post_forward_mesh_info):
+                    if isinstance(info, FSDPMeshInfo):
+                        twin = self._gather_groups.twin(info.shard_process_group)
+                        flats.setdefault(twin, []).append(gather_bytes(group))
                 self._replaced.append((group, group._all_gather_comm, group.unshard_async_op))
-                group._all_gather_comm = LaneAllGather(group_name(group, names), self.gather, self._gather_groups)
+                unit = group_name(group, names)
+                group._all_gather_comm = LaneAllGather(unit, group, self.gather, self._gather_groups, self.windows)
                 group.unshard_async_op = True  # so that the comm may return before the data is there
         self.reducer.install()
+        # A unit that is used, those ahead of it, and one for ranks that are not as far.
+        for twin, sizes in flats.items():
+            self.windows.open(twin, heapq.nlargest(prefetch + 2, sizes))
         self.reducer.copies.watch(fsdp_groups(model))
         self.order = GatherOrder(model, prefetch, _gather_seconds, self._largest)
         self.early: EarlyGathers | None = None
@@ -172,6 +227,7 @@ class FsdpLanes:
                 lane.drain()
             except MemwallError:
                 lane.reset()
+        self.windows.reset()
         self.reducer.abort()
         if self.early is not None:
             self.early.forget()
@@ -183,10 +239,12 @@ class FsdpLanes:
         if self.early is not None:
             self.early.close()
         for group, comm, asynchronous in self._replaced:
+            group._all_gather_comm.uninstall()
             group._all_gather_comm, group.unshard_async_op = comm, asynchronous
         self._replaced.clear()
         self.order.close()
         self.reducer.copies.close()
+        self.windows.close()
         self.reducer.uninstall()
         self._gather_groups.close()
 

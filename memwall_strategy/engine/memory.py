@@ -132,6 +132,10 @@ class MemoryAccount:
         """Never count a storage: it is another tier's memory, or booked with ``add``."""
         self._book.ignore(storage)
 
+    def heed(self, storage: torch.UntypedStorage) -> None:
+        """Take ``ignore`` back, and let go of the storage."""
+        self._book.heed(storage)
+
     def track(self, tensor: torch.Tensor, kind: str, module: nn.Module | None = None) -> None:
         """Count a tensor's storage until it is freed; a second call with another kind renames it.
 

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 1, 3, 4
 """From linux/prctl.h."""
 
 
@@ -29,6 +29,24 @@ def die_with_parent(armed: bool) -> bool:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     return libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM) if armed else 0, 0, 0, 0) == 0
+
+
+def set_dumpable(dumpable: bool) -> bool:
+    """Let other processes of the same user look into this one's memory and descriptors (the default), or no more.
+
+    Not dumpable: no ptrace (debuggers, py-spy), no core dump, no pidfd_getfd, and /proc/<pid> belongs to root, so that
+    even the process itself can no longer write its own clear_refs or read its io, unless it is root. Root can always
+    look. It ends with the next exec; children inherit it. Linux only; elsewhere nothing happens.
+
+    Returns:
+        Whether the process was dumpable before.
+    """
+    if not sys.platform.startswith("linux"):
+        return True
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
+    libc.prctl(_PR_SET_DUMPABLE, int(dumpable), 0, 0, 0)
+    return before
 
 
 def parent_is_gone(parent: int | None = None) -> bool:

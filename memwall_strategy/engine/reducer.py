@@ -1,8 +1,9 @@
 """The reduce lane of FSDP2 on CPU: gradients leave the training thread as soon as a unit's backward ends.
 
 Replaces ``FSDPParamGroup.post_backward`` on the instance. The training thread copies a unit's gradients into one flat
-buffer, frees them and goes on; the lane then does, in order, the in-rack reduce-scatter, the sum with what earlier
-micro-batches left, the all-reduce over replicas and the user's all-reduce hook.
+buffer (on one host: this rank's shared window), frees them and goes on; the lane then does, in order, the in-rack
+reduce-scatter, the sum with what earlier micro-batches left, the all-reduce over replicas and the user's all-reduce
+hook.
 
 A reduction is *finished* (sharded gradient set or added, post-accumulate hooks run) on the training thread: in order,
 when more than ``reduce_buffers`` are in flight, and at the end of the backward at the latest, inside autograd's final
@@ -19,11 +20,11 @@ What this does not do: a unit whose forward runs on some ranks only cannot be re
 from __future__ import annotations
 
 import functools
+import heapq
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_si
 from memwall_strategy.core.block import Kind
 from memwall_strategy.core.errors import MemwallError
 from memwall_strategy.core.lane import Lane, Transfer
+from memwall_strategy.engine.account import Account, NoAccount
 from memwall_strategy.engine.copy_clock import CopyClock
 from memwall_strategy.engine.exchange import reduce_scatter
 from memwall_strategy.engine.fsdp import (
@@ -53,17 +55,9 @@ from memwall_strategy.engine.fsdp import (
     trainable,
 )
 from memwall_strategy.engine.lane_groups import LaneGroups
-
-
-class Account(Protocol):
-    """Where buffers are counted while they live (``engine.memory.MemoryAccount``)."""
-
-    def track(self, tensor: torch.Tensor, kind: str, module: nn.Module | None = None) -> None: ...
-
-
-class _NoAccount:
-    def track(self, tensor: torch.Tensor, kind: str, module: nn.Module | None = None) -> None:
-        return None
+from memwall_strategy.engine.shared_reduce import reduce_scatter_shared
+from memwall_strategy.engine.shared_ring import Lease
+from memwall_strategy.engine.shared_windows import SharedMemory, SharedWindows, reduce_bytes
 
 
 @dataclass(slots=True)
@@ -76,6 +70,8 @@ class _Reduction:
     present: list[bool]
     complete: bool
     """False: a partial sum that rests on the lane until the last micro-batch."""
+    lease: Lease | None = None
+    """The window's slot that holds the whole gradients; None: a buffer of their own."""
     transfer: Transfer | None = None
     output: torch.Tensor | None = None
     deferred: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -90,15 +86,26 @@ class GradientReducer:
         lane: the reduce lane.
         buffers: most reductions in flight; each holds one unit's whole gradient.
         account: where flat buffers are booked.
+        shared_memory: whether ranks of one host reduce through shared windows.
 
     Attributes:
         copies: the clock of copies into flat buffers.
+        windows: the shared windows.
     """
 
-    def __init__(self, model: nn.Module, lane: Lane, *, buffers: int, account: Account | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        lane: Lane,
+        *,
+        buffers: int,
+        account: Account | None = None,
+        shared_memory: SharedMemory = False,
+    ) -> None:
         self._model, self._lane, self._buffers = model, lane, buffers
-        self._account = account or _NoAccount()
+        self._account = account or NoAccount()
         self.copies = CopyClock()
+        self.windows = SharedWindows(lane, divided=True, wanted=shared_memory, account=account)
         self._groups = LaneGroups()
         self._pending: deque[_Reduction] = deque()
         self._undecided: list[_Reduction] = []
@@ -117,11 +124,13 @@ class GradientReducer:
     # -- set-up --
 
     def install(self) -> None:
-        """Take over ``post_backward`` of every group and the end of every backward."""
+        """Take over ``post_backward`` of every group and the end of every backward; open the windows."""
+        flats: dict[dist.ProcessGroup, list[int]] = {}
         for state in fsdp_states(self._model):
             for group in state_groups(state):
                 if isinstance(group.mesh_info, FSDPMeshInfo):
-                    self._groups.twin(group._reduce_scatter_process_group)
+                    twin = self._groups.twin(group._reduce_scatter_process_group)
+                    flats.setdefault(twin, []).append(reduce_bytes(group))
                 if isinstance(group.mesh_info, DDPMeshInfo):
                     self._groups.twin(group._all_reduce_process_group)
                 # autograd's node calls ctx.param_group.post_backward(): an attribute of the instance wins.
@@ -130,6 +139,8 @@ class GradientReducer:
             state._root_post_backward_final_callback = functools.partial(
                 self._end_of_backward, state, state._root_post_backward_final_callback
             )
+        for twin, sizes in flats.items():
+            self.windows.open(twin, heapq.nlargest(self._buffers, sizes))
 
     def uninstall(self) -> None:
         """Give the groups back their own methods and end the process groups."""
@@ -138,6 +149,7 @@ class GradientReducer:
             for group in state_groups(state):
                 group.__dict__.pop("post_backward", None)
         self.abort()
+        self.windows.close()
         self._groups.close()
 
     @contextmanager
@@ -205,8 +217,13 @@ class GradientReducer:
         reduce_dtype = group._reduce_dtype or dtypes.pop()
         with self.copies.copying():
             _lay_out_by_shard(params, gradients, world)
-            padded = tuple(_get_dim0_padded_size(g.size(), world) for g in gradients)
-            flat = torch.empty(sum(s.numel() for s in padded), dtype=reduce_dtype, device=group.device)
+        padded = tuple(_get_dim0_padded_size(g.size(), world) for g in gradients)
+        lease = self._reserve(shard_group, sum(s.numel() for s in padded) * reduce_dtype.itemsize)
+        with self.copies.copying():
+            if lease is not None:
+                flat = lease.part(shard_group.rank(), reduce_dtype)
+            else:
+                flat = torch.empty(sum(s.numel() for s in padded), dtype=reduce_dtype, device=group.device)
             foreach_reduce_scatter_copy_in(gradients, flat, world)
         gradients.clear()  # the copies are in `flat`: the whole gradients can go
         complete = replica_group is None or group.all_reduce_grads
@@ -214,7 +231,7 @@ class GradientReducer:
             present = [a or b for a, b in zip(present, earlier, strict=True)]
         if not complete:
             self._partial_present[group] = present
-        item = _Reduction(group, params, padded, present, complete)
+        item = _Reduction(group, params, padded, present, complete, lease)
         factors = _get_gradient_divide_factors(
             shard_group, replica_group, reduce_dtype, group.device.type,
             group.gradient_divide_factor, group.force_sum_reduction_for_comms,
@@ -222,9 +239,18 @@ class GradientReducer:
         job = functools.partial(self._reduce, item, [flat], shard_group, replica_group, factors)
         self._account.track(flat, Kind.COMM, group.modules[0])
         item.transfer = self._lane.submit(
-            job, transfer="reduce", unit=group_name(group, self._names), nbytes=flat.nbytes * (world - 1) // world
+            job, transfer="reduce", unit=group_name(group, self._names), nbytes=flat.nbytes * (world - 1) // world,
+            rated=lease is None,
         )
         self._pending.append(item)
+
+    def _reserve(self, group: dist.ProcessGroup | None, nbytes: int) -> Lease | None:
+        """A window's slot, after as many of the oldest reductions as hold what is large enough were finished."""
+        if group is None or not self.windows.fits(group, nbytes):
+            return None
+        while (lease := self.windows.reserve(group, nbytes, "reduce-scatter")) is None:
+            self._decide_later(self._finish_oldest())
+        return lease
 
     def _reduce(  # on the lane's thread
         self,
@@ -241,7 +267,10 @@ class GradientReducer:
                 flat.div_(before)
             if shard_group is not None and shard_group.size() > 1:
                 output = flat.new_empty(flat.numel() // shard_group.size())
-                reduce_scatter(output, flat, shard_op, shard_group)
+                if item.lease is not None:
+                    reduce_scatter_shared(item.lease, output, shard_op, shard_group)
+                else:
+                    reduce_scatter(output, flat, shard_op, shard_group)
             else:
                 output = flat
                 if after is None and group.gradient_divide_factor is not None:  # the collective would have divided
@@ -266,6 +295,8 @@ class GradientReducer:
         item = self._pending[0]
         item.transfer.wait()
         self._pending.popleft()
+        if item.lease is not None:
+            item.lease.ring.free(item.lease)
         if not item.complete:
             return item
         output, item.output = item.output, None
@@ -354,6 +385,7 @@ class GradientReducer:
 
     def abort(self) -> None:
         """Drop every reduction in flight. The lane must be at rest or failing; partial sums are dropped too."""
+        self.windows.reset()
         self._pending.clear()
         self._undecided.clear()
         self._newest.clear()

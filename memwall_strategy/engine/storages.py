@@ -112,6 +112,10 @@ class Book:
         """Never count this storage: another tier's memory, or memory that is booked by number."""
         self._ignored[id(storage)] = storage  # held, so that its id stays its own
 
+    def heed(self, storage: torch.UntypedStorage) -> None:
+        """Take ``ignore`` back, and let go of the storage."""
+        self._ignored.pop(id(storage), None)
+
     def track(self, tensor: torch.Tensor, kind: str) -> StorageRef | None:
         """Count the tensor's storage until it is freed; under the new kind where it is counted already.
 
@@ -132,6 +136,8 @@ class Book:
         if not nbytes:
             return None
         key = id(storage)
+        if key in self._ignored:
+            return None
         with self._lock:
             if self._freed:
                 self._collect()

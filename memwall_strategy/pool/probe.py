@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import warnings
 from dataclasses import asdict, dataclass
@@ -14,13 +13,12 @@ import torch
 
 from memwall_strategy.config import format_size
 from memwall_strategy.core.errors import ConfigError
-from memwall_strategy.engine.capacity import CGROUP_ROOT, PROC_CGROUP, memory_groups
+from memwall_strategy.engine.capacity import memory_groups, unused_memory_bytes
 from memwall_strategy.pool.arena import PAGE_BYTES
 from memwall_strategy.pool.disk_file import DiskFile
 from memwall_strategy.pool.mapping import Mapping
 from memwall_strategy.pool.numa import Node, nodes, why_unbound
 
-MEMINFO = Path("/proc/meminfo")
 MOUNTS = Path("/proc/self/mounts")
 
 
@@ -138,24 +136,6 @@ def tell_once(what: str) -> None:
     if what not in _told:
         _told.add(what)
         warnings.warn(what, stacklevel=3)
-
-
-def unused_memory_bytes(meminfo: Path = MEMINFO, proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> int:
-    """Memory that may be taken now without anybody being killed: the machine's, and what each control group leaves."""
-    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-    if match is None:
-        raise ConfigError(f"{meminfo} names no MemAvailable: memwall's host tier needs Linux with /proc.")
-    return min([int(match[1]) * 1024, *(max(0, limit - _used(group)) for group, limit in memory_groups(proc, root))])
-
-
-def _used(group: Path) -> int:
-    """Bytes charged to a control group, without the page cache that the kernel would drop first."""
-    for name, cache in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
-        if (group / name).is_file():
-            stat = (group / "memory.stat").read_text() if (group / "memory.stat").is_file() else ""
-            match = re.search(rf"^{cache} (\d+)$", stat, re.MULTILINE)
-            return max(0, int((group / name).read_text()) - (int(match[1]) if match else 0))
-    return 0
 
 
 def disk_free_bytes(folder: Path) -> int:

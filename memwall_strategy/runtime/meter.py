@@ -114,6 +114,7 @@ class StepMeter:
             waited_s = exposed_s + other_waits_s + (input_s or 0.0)
             figures["memwall/overlap/contention_s"] = max(0.0, step_s - cpu_s - waited_s)
             figures["memwall/overlap/copy_s"] = copied_s
+            figures["memwall/overlap/shared_bytes"] = float(sum(stats.shared_bytes for stats in lanes.values()))
             for name, stats in lanes.items():
                 figures[f"memwall/overlap/lane_exposed_s/{name}"] = stats.exposed_s
                 figures[f"memwall/overlap/lane_busy_s/{name}"] = stats.busy_s

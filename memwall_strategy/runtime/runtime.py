@@ -34,6 +34,7 @@ from memwall_strategy.engine.inference import gather_outside_inference_mode
 from memwall_strategy.engine.lanes import FsdpLanes
 from memwall_strategy.engine.memory import MemoryAccount
 from memwall_strategy.engine.precision import canonical_precision, compute_dtype, mixed_precision_policy
+from memwall_strategy.engine.processes import set_dumpable
 from memwall_strategy.engine.reset import reset_aborted_step
 from memwall_strategy.engine.sharding import describe_units, is_sharded, set_prefetch, shard_model
 from memwall_strategy.engine.step_marks import RngMark
@@ -175,6 +176,8 @@ class Runtime:
         overlap = self.config.overlap
         if not overlap.enabled:
             return
+        if overlap.non_dumpable:
+            set_dumpable(False)
         if self.device.type == "cpu":
             if overlap.lanes:
                 set_prefetch(self.model, overlap.prefetch)
@@ -186,8 +189,11 @@ class Runtime:
                     trace=overlap.trace,
                     account=self.memory,
                     early=overlap.next_iteration_early,
+                    shared_memory=overlap.shared_memory,
                 )
             return
+        if overlap.shared_memory is True:
+            raise ConfigError("overlap.shared_memory=true is for ranks on CPU; on CUDA NCCL does it. Use auto.")
         # CUDA: the engine overlaps by streams. It prefetches one unit by itself; an explicit list goes further.
         if overlap.prefetch > 1:
             set_prefetch(self.model, overlap.prefetch)

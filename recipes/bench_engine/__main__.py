@@ -1,7 +1,7 @@
 """What memwall's engine costs and what its lanes gain, beside stock FSDP2 under the same Trainer.
 
     python -m recipes.bench_engine                     # all figures, about 15 minutes on 2 cores
-    python -m recipes.bench_engine off --repeats 3     # one of: off, accounting, telemetry, link
+    python -m recipes.bench_engine off --repeats 3     # one of: off, accounting, telemetry, link, shm
 
 - ``off``: all pillars and lanes off against Lightning's ``ModelParallelStrategy`` with ``fully_shard``: step time from
   runs that alternate inside the same processes, peak resident memory from processes of their own, with glibc's
@@ -10,6 +10,8 @@
   against off, as above.
 - ``telemetry``: time of the training thread inside telemetry (its CPU time and what it waits for) and CPU time of the
   threads that telemetry started, over the step, logging every step; loggers and callbacks as in ``memwall-train``.
+- ``shm``: two ranks on this host: the step of stock FSDP2 on gloo, of DDP, and of memwall's lanes without and with
+  shared memory, each over the step of two processes that only compute; all five alternate inside the same processes.
 - ``link``: lanes on, two ranks in two network namespaces joined by a rate-limited link (root), every run in processes
   of its own, variants alternating.
 
@@ -42,7 +44,7 @@ NANO = {"layers": 4, "heads": 4, "hidden": 256, "context": 256, "dropout": 0.0}
 """The model of ``experiment=gpt_nano``."""
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 """Gives freed memory back at once, so that a peak is what was held and not what glibc kept."""
-FIGURES = ("off", "accounting", "telemetry", "link")
+FIGURES = ("off", "accounting", "telemetry", "link", "shm")
 RUN_LIMIT_S = 600
 """Longest time that one run may take."""
 
@@ -214,13 +216,45 @@ def link(repeats: int, rate: str) -> list[tuple[str, str, str, str]]:
     ]
 
 
+SHM_VARIANTS = ("compute", "stock", "ddp", "lanes", "shared")
+
+
+def shm(repeats: int) -> list[tuple[str, str, str, str]]:
+    """Shared memory between the ranks of this host."""
+    order = [SHM_VARIANTS[(i + k) % len(SHM_VARIANTS)] for i in range(repeats) for k in range(len(SHM_VARIANTS))]
+    task = {"variants": order, "model": MODEL, "batch": 4, "steps": 4, "warmup": 1, "threads": 1}
+    runs = run_ranks(task, None)
+    rounds = [runs[i : i + len(SHM_VARIANTS)] for i in range(0, len(runs), len(SHM_VARIANTS))]
+    steps = [{run["variant"]: median_step(run) for run in same} for same in rounds]
+    base = statistics.median(step["compute"] for step in steps)
+    how = f"2 ranks, loopback, 19 M parameters, 1024 tokens a rank, compute alone {base:.3f} s"
+    rows = [
+        (f"{name} / compute alone: step time", claim, compare([(step["compute"], step[name]) for step in steps]), how)
+        for name, claim in (("stock", "1.39"), ("ddp", "1.10"), ("lanes", "-"), ("shared", "not above ddp's"))
+    ]
+    overheads = [{name: step[name] - step["compute"] for name in SHM_VARIANTS} for step in steps]
+    medians = {name: statistics.median(each[name] for each in overheads) for name in SHM_VARIANTS}
+    losses = {tuple(run["losses"]) for run in runs if run["variant"] in ("stock", "lanes", "shared")}
+    exposed = [run["metrics"]["memwall/overlap/exposed_fraction"] for run in runs if run["variant"] == "shared"]
+    shared = next(run["metrics"]["memwall/overlap/shared_bytes"] for run in runs if run["variant"] == "shared")
+    return [
+        *rows,
+        ("shared / stock: time beyond compute", "at most 0.33", f"{medians['shared'] / medians['stock']:.3f}",
+         f"medians of {repeats}: {medians['shared']:.3f} s and {medians['stock']:.3f} s; ddp {medians['ddp']:.3f} s"),
+        ("shared, lanes, stock: losses of every step", "equal",
+         "equal to the last digit" if len(losses) == 1 else f"{len(losses)} different loss curves", f"{repeats} runs"),
+        ("shared: exposed communication", "-", f"{statistics.median(exposed):.3f} of the step",
+         f"{shared / 2**20:.0f} MiB a step and rank read from the other rank's memory"),
+    ]  # fmt: skip
+
+
 def main() -> None:
     """Measure, then print claimed | measured | how."""
     parser = figures_parser("recipes.bench_engine", __doc__, FIGURES)
     parser.add_argument("--rate", default="400mbit", help="rate of the link, in tc's words (default 400mbit)")
     arguments = parse(parser)
     over_link = partial(link, rate=arguments.rate)
-    measure(arguments, {"off": off, "accounting": accounting, "telemetry": telemetry, "link": over_link})
+    measure(arguments, {"off": off, "accounting": accounting, "telemetry": telemetry, "link": over_link, "shm": shm})
 
 
 if __name__ == "__main__":

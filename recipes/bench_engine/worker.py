@@ -131,6 +131,8 @@ def strategy_of(variant: str, options: dict[str, Any]) -> Any:
     if variant == "stock":
         world = int(os.environ["WORLD_SIZE"])
         return L.strategies.ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
+    if variant == "ddp":
+        return L.strategies.DDPStrategy(process_group_backend="gloo")
     off = {
         "pool": PoolConfig(enabled=False),
         "overlap": OverlapConfig(enabled=False),
@@ -139,6 +141,8 @@ def strategy_of(variant: str, options: dict[str, Any]) -> Any:
     parts = {
         "off": off,
         "accounting": {**off, "pool": PoolConfig(enabled=True)},
+        "lanes": {"resilience": off["resilience"], "overlap": OverlapConfig(shared_memory=False)},
+        "shared": {"resilience": off["resilience"], "overlap": OverlapConfig(shared_memory=True)},
         "memwall": {"overlap": OverlapConfig(**options.get("overlap", {}))},
     }
     return MemwallStrategy(**parts[variant])
@@ -166,7 +170,7 @@ def train(
         trainer = _fit(variant, task, module, tokens, total, extra)
         if kind == "wandb":
             extra["logger"][1].experiment.finish()
-    figures = trainer.strategy.runtime.metrics() if variant not in ("stock", "compute") else {}
+    figures = trainer.strategy.runtime.metrics() if isinstance(trainer.strategy, MemwallStrategy) else {}
     drop = task["warmup"]
     return {
         "variant": variant,
@@ -227,6 +231,8 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     warnings.filterwarnings("ignore")
     torch.set_num_threads(task["threads"])
+    if "compute" in task["variants"] and len(set(task["variants"])) > 1:  # it makes no group; the others bring theirs
+        torch.distributed.init_process_group("gloo")
     account = None
     if task.get("time_account"):
         account = AccountClock()

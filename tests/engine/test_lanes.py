@@ -202,8 +202,8 @@ def test_a_unit_without_any_gradient_on_some_ranks(here):
 # -- models that their owner sharded --
 
 
-def compare_own_sharding(here, make, shard, run, prefetch=1):
-    """``shard(model)`` is the user's; the lanes come on top."""
+def compare_own_sharding(here, make, shard, run, prefetch=1, shards=2):
+    """``shard(model)`` is the user's; the lanes come on top. More than two shards are not summed in stock's order."""
     found = []
     for lanes in (True, False):
         torch.manual_seed(11)
@@ -215,7 +215,7 @@ def compare_own_sharding(here, make, shard, run, prefetch=1):
                 stack.enter_context(rough_lanes(here.rank))
                 stack.callback(FsdpLanes(model, prefetch=prefetch, reduce_buffers=2, timeout_s=TIMEOUT_S).close)
             found.append(run(model))
-    assert_same(*found)
+    assert_same(*found, **({"rtol": 1e-4, "atol": 2e-7} if shards > 2 else {}))
     return found[0]
 
 
@@ -229,7 +229,7 @@ def test_units_on_different_meshes(here):
             fully_shard(unit, mesh=two if i == 1 else one)
         fully_shard(model, mesh=one)
 
-    compare_own_sharding(here, GPT, shard, lambda model: train(model, 2, seed=here.rank))
+    compare_own_sharding(here, GPT, shard, lambda model: train(model, 2, seed=here.rank), shards=4)
     torch.manual_seed(11)
     model = MLP()
     shard(model)
@@ -251,7 +251,7 @@ def test_weights_that_are_resharded_over_fewer_ranks_after_forward(here):
             fully_shard(block, mesh=mesh_of(here, "4"), reshard_after_forward=2)
         fully_shard(model, mesh=mesh_of(here, "4"))
 
-    compare_own_sharding(here, GPT, shard, lambda model: train(model, 2, seed=here.rank))
+    compare_own_sharding(here, GPT, shard, lambda model: train(model, 2, seed=here.rank), shards=4)
 
 
 @on_ranks(4, group="engine")

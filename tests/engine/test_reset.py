@@ -13,6 +13,7 @@ from memwall_strategy.engine import lanes as lanes_module
 from memwall_strategy.engine import reducer as reducer_module
 from memwall_strategy.engine.fsdp import TrainingState, fsdp_groups
 from memwall_strategy.engine.reset import reset_aborted_step
+from memwall_strategy.engine.shared_ring import SharedRing
 from tests.engine.lane_cases import GPT, assert_same, finish, gradients, hold, mesh_of, sgd, sharded
 from tests.lightning.checks import on_ranks
 
@@ -143,15 +144,24 @@ def test_a_reset_before_the_first_forward_does_nothing(here):
         assert_same(gradients(model), expected)
 
 
-@on_ranks(2, "gather", "reduce", group="engine")
+_FAILING = {
+    "gather": (lanes_module, "all_gather"),
+    "reduce": (reducer_module, "reduce_scatter"),
+    "shared gather": (SharedRing, "wait"),
+    "shared reduce": (reducer_module, "reduce_scatter_shared"),
+}
+
+
+@on_ranks(2, *_FAILING, group="engine")
 def test_a_transfer_that_failed_everywhere(here):
     """The lane raises it, the reset forgets it, the next gradient is exact."""
-    module, name = {"gather": (lanes_module, "all_gather"), "reduce": (reducer_module, "reduce_scatter")}[here.case]
-    with sharded(GPT, mesh_of(here, "2")) as (model, lanes):
+    owner, name = _FAILING[here.case]
+    lane = here.case.split()[-1]
+    with sharded(GPT, mesh_of(here, "2"), shared_memory="shared" in here.case) as (model, lanes):
         model.loss(model.batch(here.rank)).backward()
         expected = gradients(model)
         model.zero_grad()
-        calls, good = [], getattr(module, name)
+        calls, good = [], getattr(owner, name)
 
         def fail_third(*args, **named):
             calls.append(1)
@@ -160,8 +170,8 @@ def test_a_transfer_that_failed_everywhere(here):
             return good(*args, **named)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, name, fail_third)
-            with pytest.raises(RuntimeError, match=f"lane '{here.case}': .* failed: OSError: unplugged"):
+            patch.setattr(owner, name, fail_third)
+            with pytest.raises(RuntimeError, match=f"lane '{lane}': .* failed: OSError: unplugged"):
                 model.loss(model.batch(here.rank + 9)).backward()
         reset_aborted_step(model, lanes)
         at_rest(model)

@@ -106,6 +106,7 @@ def test_metrics_have_the_agreed_names_and_make_sense(here: Here) -> None:
     assert set(metrics) == {
         "memwall/step_s", "memwall/tokens_per_s", "memwall/mfu", "memwall/overlap/exposed_s",
         "memwall/overlap/exposed_fraction", "memwall/overlap/contention_s", "memwall/overlap/copy_s",
+        "memwall/overlap/shared_bytes",
         "memwall/pool/device_bytes", "memwall/pool/device_peak_bytes", "memwall/pool/utilization",
         *(f"memwall/overlap/lane_{what}/{lane}" for what in ("busy_s", "bytes", "exposed_s")
           for lane in ("gather", "reduce")),

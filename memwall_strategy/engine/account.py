@@ -1,0 +1,27 @@
+"""Where the lanes book their buffers: a ``MemoryAccount``, or nowhere."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class Account(Protocol):
+    """Where buffers are counted while they live (``engine.memory.MemoryAccount``), and windows until they are closed."""
+
+    def track(self, tensor: torch.Tensor, kind: str, module: nn.Module | None = None) -> None: ...
+    def add(self, kind: str, nbytes: int) -> None: ...
+    def remove(self, kind: str, nbytes: int) -> None: ...
+    def ignore(self, storage: torch.UntypedStorage) -> None: ...
+    def heed(self, storage: torch.UntypedStorage) -> None: ...
+
+
+class NoAccount:
+    """Counts nothing."""
+
+    def _nothing(self, *_: object) -> None:
+        return None
+
+    track = add = remove = ignore = heed = _nothing
