@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Account(Protocol):
-    """Where buffers are counted while they live (``engine.memory.MemoryAccount``), and windows until they are closed."""
+    """Where buffers count while they live, and windows until they are closed (``engine.memory.MemoryAccount``)."""
 
     def track(self, tensor: torch.Tensor, kind: str, module: nn.Module | None = None) -> None: ...
     def add(self, kind: str, nbytes: int) -> None: ...

@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 
 from memwall_strategy.core.block import Kind

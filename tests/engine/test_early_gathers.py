@@ -154,14 +154,14 @@ def test_edits_are_seen_in_low_precision(here):
 @on_ranks(2, "nothing", "every weight", "late unit", group="early")
 def test_no_gather_is_made_twice_without_need(here):
     def count(early: bool) -> tuple[int, int]:
-        calls, gather = [], lanes_module.all_gather
+        calls, gather = [], lanes_module.LaneAllGather.__call__
 
-        def counted(*args):
+        def counted(*args, **named):
             calls.append(1)
-            gather(*args)
+            return gather(*args, **named)
 
         with sharded(GPT, mesh_of(here, "2"), early=early) as (model, lanes):
-            with mock.patch.object(lanes_module, "all_gather", counted):
+            with mock.patch.object(lanes_module.LaneAllGather, "__call__", counted):
                 for step in range(STEPS + 1):
                     loss = model.loss(model.batch(here.rank + step))
                     loss.backward()

@@ -88,8 +88,13 @@ def test_lists_follow_the_order(here):
         assert _ahead(model) == {
             "": ["blocks.2", "blocks.0"], "blocks.2": ["blocks.0"], "blocks.0": [], "blocks.1": [],
         }  # fmt: skip
-        calls, gather = [], lanes_module.all_gather
-        with mock.patch.object(lanes_module, "all_gather", lambda *args: (calls.append(1), gather(*args))):
+        calls, gather = [], lanes_module.LaneAllGather.__call__
+
+        def counted(*args, **named):
+            calls.append(1)
+            return gather(*args, **named)
+
+        with mock.patch.object(lanes_module.LaneAllGather, "__call__", counted):
             _step(model, lanes, here.rank)
         assert len(calls) == 1 + 2 + 2, "the root once, two blocks in forward and in backward, and no third"
 
