@@ -74,19 +74,20 @@ class Connection:
     def ring(self) -> None:
         """Wake every peer that sleeps. Never blocks: a peer with a full socket has enough to wake it."""
         for doorbell in self.doorbells.values():
-            with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+            with contextlib.suppress(OSError):  # full, or closed by either side: whoever waits will look
                 doorbell.send(b"\0")
 
     def sleep(self, limit_s: float) -> None:
         """Sleep until a peer rings or dies, or the time is over."""
         poll = select.poll()
-        for doorbell in self.doorbells.values():
+        doorbells = [doorbell for doorbell in self.doorbells.values() if doorbell.fileno() >= 0]
+        for doorbell in doorbells:
             poll.register(doorbell, select.POLLIN)
         for descriptor in self.processes.values():
             poll.register(descriptor, select.POLLIN)
         poll.poll(limit_s * 1000)
-        for doorbell in self.doorbells.values():
-            with contextlib.suppress(BlockingIOError, ConnectionResetError):
+        for doorbell in doorbells:
+            with contextlib.suppress(OSError):  # nothing came, or closed by either side
                 doorbell.recv(4096)
 
     def dead(self) -> list[int]:

@@ -39,7 +39,6 @@ TICK_S = 0.05
 """Longest sleep of a waiter before it looks whether its group still stands."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 2e-3
 """Sleeps of one who waits for a slot, doubling: nobody rings for that, since it seldom has to wait."""
-_PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _WORD_BYTES = 8
 _OPEN, _CLOSED = 0, 1
@@ -279,13 +278,13 @@ class SharedRing:
 
 def layout(sizes_bytes: Sequence[int], world: int, *, divided: bool) -> tuple[int, list[int], list[int]]:
     """Total bytes of a ring's segment, the offset of each slot, and the bytes of each slot or of one rank's part."""
-    offset = _round_up(world * _words_per_rank(len(sizes_bytes)) * _WORD_BYTES, _PAGE_BYTES)
+    offset = world * _words_per_rank(len(sizes_bytes)) * _WORD_BYTES  # whole cache lines
     offsets, strides = [], []
     for size in sizes_bytes:
         stride = _round_up(size, _LINE_BYTES)
         offsets.append(offset)
         strides.append(stride)
-        offset = _round_up(offset + stride * (world if divided else 1), _PAGE_BYTES)
+        offset += stride * (world if divided else 1)
     return offset, offsets, strides
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from typing import Any
 
 from memwall_strategy.config import GRADIENTS, OverlapConfig, format_size
@@ -51,6 +52,7 @@ class _Settings:
     prefetch: int
     reduce_buffers: int
     lanes: bool
+    windows: bool
     activations: ActivationSpec | None
     gradients_in_forward: bool
     gradients: str
@@ -80,6 +82,7 @@ def schedule_of(overlap: OverlapConfig, device_type: str) -> dict[str, Any]:
         "prefetch": overlap.prefetch if explicit else 0,
         "reduce_buffers": overlap.reduce_buffers if overlap.enabled else 1,
         "lanes": lanes,
+        "windows": lanes and overlap.shared_memory is not False,
     }
 
 
@@ -96,6 +99,7 @@ def plan(
     prefetch: int = 1,
     reduce_buffers: int = 2,
     lanes: bool = True,
+    windows: bool = False,
     activations: ActivationSpec | None = None,
     gradients_in_forward: bool = True,
     gradients: str = "device",
@@ -113,6 +117,7 @@ def plan(
         prefetch: units gathered ahead (``overlap.prefetch``).
         reduce_buffers: most reductions at a time (``overlap.reduce_buffers``).
         lanes: False for the engine's own synchronous path.
+        windows: ranks of one host may share memory (``overlap.shared_memory``): then it is held between steps, too.
         activations: estimated (``gpt_activations``) or measured; None: not counted.
         gradients_in_forward: whether the last step's gradients are alive in forward; so it is under Lightning.
         gradients: where they rest between micro-batches (``pool.gradients``).
@@ -130,6 +135,7 @@ def plan(
         prefetch=prefetch,
         reduce_buffers=reduce_buffers,
         lanes=lanes,
+        windows=windows and cluster.shard_ranks > 1,
         activations=activations,
         gradients_in_forward=gradients_in_forward,
         gradients=gradients,
@@ -161,9 +167,11 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> Pla
     units = [_unit_bytes(unit, cluster, settings.precision) for unit in model.units]
     if units and not _has_trainable_stem(model):
         units[0] = replace(units[0], waits=True)
+    root = _unit_bytes(model.root, cluster, settings.precision) if model.root else None
+    windows_bytes = _windows([*units, *([root] if root else [])], cluster, settings)
     ledger = Step(
         units,
-        _unit_bytes(model.root, cluster, settings.precision) if model.root else None,
+        root,
         resident,
         saved,
         Schedule(
@@ -171,6 +179,7 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> Pla
             prefetch=settings.prefetch,
             reduce_buffers=settings.reduce_buffers,
             lanes=settings.lanes,
+            windows=windows_bytes,
             micro_batches=min(settings.accumulate, PLAYED_MICRO_BATCHES),
             keep_whole=settings.accumulate_how == "whole" and settings.accumulate > 1,
             replicated=cluster.replicate > 1,
@@ -189,7 +198,7 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> Pla
         micro_batch=settings.micro_batch,
         accumulate=settings.accumulate,
         activations=settings.activations.source if settings.activations else "not counted",
-        resident={str(kind): size for kind, size in between_steps.items()},
+        resident={str(kind): size for kind, size in (between_steps | _held(windows_bytes)).items()},
         peaks={str(phase): {str(k): v for k, v in kinds.items()} for phase, kinds in ledger.peaks.items()},
         kind_peaks={str(phase): {str(k): v for k, v in kinds.items()} for phase, kinds in ledger.kind_peaks.items()},
         communication="upper bound" if settings.lanes else "exact",
@@ -197,6 +206,19 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> Pla
         fits=None,
         advice=None,
     )
+
+
+def _windows(units: list[UnitBytes], cluster: ClusterSpec, settings: _Settings) -> int:
+    """This rank's share of the shared windows, as ``engine.lanes`` and ``engine.reducer`` size them."""
+    if not settings.windows:
+        return 0
+    gathered = nlargest(settings.prefetch + 2, (unit.gathered for unit in units))
+    reduced = nlargest(settings.reduce_buffers, (unit.reduce_input for unit in units))
+    return sum(gathered) // cluster.shard_ranks + sum(reduced)
+
+
+def _held(windows_bytes: int) -> dict[str, int]:
+    return {Kind.COMM: windows_bytes} if windows_bytes else {}
 
 
 def _resident(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> dict[str, int]:

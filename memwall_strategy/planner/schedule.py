@@ -65,6 +65,8 @@ class Schedule:
         prefetch: units gathered ahead; backward always gathers at least one ahead, as the engine does.
         reduce_buffers: most reductions whose input is alive.
         lanes: gathers and reductions on lanes instead of the engine's own synchronous path.
+        windows: bytes of this rank's share of shared windows, which stand for buffers; 0 without. Whether the ranks are
+            on one host is not known here: counted is what takes more, the windows or the buffers.
         micro_batches: per optimizer step.
         keep_whole: reduce once per step and keep whole gradients between micro-batches.
         replicated: weights are replicated too, so unreduced shards wait for the last micro-batch.
@@ -78,6 +80,7 @@ class Schedule:
     prefetch: int
     reduce_buffers: int
     lanes: bool
+    windows: int
     micro_batches: int
     keep_whole: bool
     replicated: bool
@@ -146,6 +149,9 @@ class Step:
     ) -> None:
         self.units, self.root, self.activations, self.schedule = list(units), root, list(activations), schedule
         self.ledger = Ledger(live=dict(resident))
+        self._buffers = 0
+        if schedule.windows:
+            self.ledger.add(Kind.COMM, schedule.windows)
         self._flats: set[int] = set()
         self._held_flat = 0
         self._inputs: list[int] = []
@@ -189,13 +195,19 @@ class Step:
         assert unit is not None
         return unit
 
+    def _buffer(self, size_bytes: int) -> None:
+        """A flat buffer comes, or goes (negative); windows stand for as many as they hold."""
+        before = max(self._buffers, self.schedule.windows)
+        self._buffers += size_bytes
+        self.ledger.add(Kind.COMM, max(self._buffers, self.schedule.windows) - before)
+
     # -- gathering --
 
     def _unshard(self, key: int) -> None:
         unit = self._unit(key)
         if key in self._flats or not self.schedule.flats:
             return
-        self.ledger.add(Kind.COMM, unit.gathered)
+        self._buffer(unit.gathered)
         self.ledger.brief(Kind.COMM, unit.cast)
         self._flats.add(key)
 
@@ -211,10 +223,10 @@ class Step:
         if forward and not self.schedule.lanes:
             self._held_flat = unit.gathered
         else:
-            self.ledger.add(Kind.COMM, -unit.gathered)
+            self._buffer(-unit.gathered)
 
     def _release_held_flat(self) -> None:
-        self.ledger.add(Kind.COMM, -self._held_flat)
+        self._buffer(-self._held_flat)
         self._held_flat = 0
 
     # -- forward and backward --
@@ -287,7 +299,7 @@ class Step:
         if not unit.reduce_input:
             return
         self._make_room()
-        self.ledger.add(Kind.COMM, unit.reduce_input)
+        self._buffer(unit.reduce_input)
         self.ledger.add(Kind.GRAD, -whole)
         complete = self._last or not self.schedule.replicated
         self.ledger.add(self._output_kind, unit.reduce_output)
@@ -302,7 +314,7 @@ class Step:
     def _make_room(self) -> None:
         """Wait until a further reduction may hold its input."""
         while len(self._inputs) >= self.schedule.reduce_buffers:
-            self.ledger.add(Kind.COMM, -self._inputs.pop(0))
+            self._buffer(-self._inputs.pop(0))
         while len(self._in_flight) >= self.schedule.reduce_buffers:
             self._end_first_in_flight()
 
@@ -314,7 +326,7 @@ class Step:
     def _end_first_in_flight(self) -> None:
         key, complete = self._in_flight.pop(0)
         self._end_reduction(key, complete)
-        self.ledger.add(Kind.COMM, -self._unit(key).reduce_input)
+        self._buffer(-self._unit(key).reduce_input)
 
     def _end_reduction(self, key: int, complete: bool) -> None:
         """Turn the reduction's output into the sharded gradient, or into the part that waits for the replicas."""

@@ -99,9 +99,10 @@ def train(rank: int, world: int, plan: Plan | None, escalate: Any = None, **opti
         net.blocks[1].register_forward_pre_hook(lambda *_: plan.passes("forward"))
         net.blocks[1].register_forward_hook(lambda m, a, out: Late.apply(out, lambda: plan.passes("backward")))
     runtime.setup(net)
-    good = reducer.reduce_scatter
+    good = {name: getattr(reducer, name) for name in ("reduce_scatter", "reduce_scatter_shared")}
     if plan is not None:
-        reducer.reduce_scatter = lambda *args: (plan.passes("lane"), good(*args))
+        for name, reduce in good.items():
+            setattr(reducer, name, lambda *args, reduce=reduce: (plan.passes("lane"), reduce(*args)))
     if escalate is not None:
         runtime.pool.escalate = escalate
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -117,7 +118,8 @@ def train(rank: int, world: int, plan: Plan | None, escalate: Any = None, **opti
             losses.append(runtime.step(batches, net, optimizer, clip_norm=1.0).item())
     except Exception as caught:  # noqa: BLE001 - judged by the test
         error = caught
-    reducer.reduce_scatter = good
+    for name, reduce in good.items():
+        setattr(reducer, name, reduce)
     runtime.close()
     return {
         "losses": losses,
