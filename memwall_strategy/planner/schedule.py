@@ -369,7 +369,8 @@ class Step:
     def _finish_reductions(self) -> None:
         while self._in_flight:
             self._end_first_in_flight()
-        for size_bytes in (*self._inputs, self._converted):
-            self.ledger.add(Kind.COMM, -size_bytes)
+        for size_bytes in self._inputs:
+            self._buffer(-size_bytes)
+        self.ledger.add(Kind.COMM, -self._converted)
         self._inputs.clear()
         self._converted = 0

@@ -184,7 +184,7 @@ def test_a_list_that_cannot_be_is_refused_on_every_rank(here: Here) -> None:
         with pytest.raises(ConfigError, match=text):
             Run(here, [4], device_budget=budgets, host_budget="16MiB")
     with pytest.raises(ConfigError, match=r"rank 0: host tier: no room for block .*Raise pool\.host_budget"):
-        Run(here, [4], device_budget=[140_000, "64MiB"], host_budget=["4KiB", "16MiB"])
+        Run(here, [4], device_budget=[144_000, "64MiB"], host_budget=["4KiB", "16MiB"])
     Run(here, [4], device_budget="64MiB").go()
 
 
