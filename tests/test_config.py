@@ -1,5 +1,6 @@
 """Configuration: sizes, every field's refusal with option and value named, and building from nested mappings."""
 
+import re
 import subprocess
 import sys
 
@@ -249,3 +250,19 @@ def test_budgets_by_rank():
             PoolConfig(**options)
     made = config_from({"pool": {"device_budget": [1, 2], "reserve": 0.1}})
     assert made.pool.device_budget == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"shared_memory": "always"}, "overlap.shared_memory='always' must be auto, true or false"),
+        ({"shared_memory": None}, "overlap.shared_memory=None must be auto, true or false"),
+        ({"shared_memory": 1}, "overlap.shared_memory=1 must be auto, true or false"),
+        ({"shared_memory": True, "lanes": False}, "overlap.shared_memory=true works on the lanes"),
+        ({"non_dumpable": "yes"}, "overlap.non_dumpable='yes' must be true or false"),
+    ],
+)
+def test_shared_memory_options_are_checked(options, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        OverlapConfig(**options)
+    assert OverlapConfig().shared_memory == "auto" and OverlapConfig(shared_memory=True, enabled=False, lanes=False)

@@ -234,6 +234,8 @@ def shm(repeats: int) -> list[tuple[str, str, str, str]]:
     ]
     overheads = [{name: step[name] - step["compute"] for name in SHM_VARIANTS} for step in steps]
     medians = {name: statistics.median(each[name] for each in overheads) for name in SHM_VARIANTS}
+    cpu = {v: statistics.median(s for r in runs if r["variant"] == v for s in r["process_s"]) for v in SHM_VARIANTS}
+    spent = ", ".join(f"{name} {cpu[name] / cpu['compute']:.2f}" for name in SHM_VARIANTS[1:])
     losses = {tuple(run["losses"]) for run in runs if run["variant"] in ("stock", "lanes", "shared")}
     exposed = [run["metrics"]["memwall/overlap/exposed_fraction"] for run in runs if run["variant"] == "shared"]
     shared = next(run["metrics"]["memwall/overlap/shared_bytes"] for run in runs if run["variant"] == "shared")
@@ -241,6 +243,7 @@ def shm(repeats: int) -> list[tuple[str, str, str, str]]:
         *rows,
         ("shared / stock: time beyond compute", "at most 0.33", f"{medians['shared'] / medians['stock']:.3f}",
          f"medians of {repeats}: {medians['shared']:.3f} s and {medians['stock']:.3f} s; ddp {medians['ddp']:.3f} s"),
+        ("CPU time of all threads / compute alone", "-", spent, f"median steps, compute {cpu['compute']:.3f} s"),
         ("shared, lanes, stock: losses of every step", "equal",
          "equal to the last digit" if len(losses) == 1 else f"{len(losses)} different loss curves", f"{repeats} runs"),
         ("shared: exposed communication", "-", f"{statistics.median(exposed):.3f} of the step",
