@@ -248,7 +248,7 @@ class _Offer:
         try:
             hello = json.loads(caller.recv(_HELLO_BYTES))
             rank, proof = int(hello["rank"]), str(hello["proof"])
-        except (TimeoutError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):  # silent, gone again, or not one of us
             return None
         return rank if hmac.compare_digest(proof, _proof(secret, "client", rank).decode()) else None
 
