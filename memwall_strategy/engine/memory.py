@@ -128,13 +128,20 @@ class MemoryAccount:
         """Book the end of what ``add`` booked."""
         self._book.remove(kind, nbytes)
 
-    def ignore(self, storage: torch.UntypedStorage) -> None:
-        """Never count a storage: it is another tier's memory, or booked with ``add``."""
+    def ignore(self, storage: torch.UntypedStorage, *, on_host: bool = False) -> None:
+        """Never count a storage: it is another tier's memory, or booked with ``add``.
+
+        Args:
+            on_host: nor count it among what modules on the host hold.
+        """
         self._book.ignore(storage)
+        if on_host:
+            self.host.ignore(storage)
 
     def heed(self, storage: torch.UntypedStorage) -> None:
         """Take ``ignore`` back, and let go of the storage."""
         self._book.heed(storage)
+        self.host.heed(storage)
 
     def track(self, tensor: torch.Tensor, kind: str, module: nn.Module | None = None) -> None:
         """Count a tensor's storage until it is freed; a second call with another kind renames it.

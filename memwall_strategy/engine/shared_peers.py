@@ -146,15 +146,18 @@ def connect(group: dist.ProcessGroup, nbytes: int) -> Connection | Refusal:
         made, problem = None, ""
         try:
             made = offer.serve(secret) if offer is not None else _join(notes[0]["listener"], secret, rank)
-            made.processes = _watch(notes, rank)
+            _watch(made.processes, notes, rank)
         except (OSError, MemwallError) as error:
             problem = brief(error)
-        problems = [note["problem"] for note in _tell(group, {"problem": problem})]
+        problems = ["nobody told how it went"]  # if the group fails: then nobody uses what was made
+        try:
+            problems = [note["problem"] for note in _tell(group, {"problem": problem})]
+        finally:
+            if made is not None and any(problems):
+                os.close(made.descriptor)
+                made.close()
         if not any(problems):
             return made
-        if made is not None:
-            os.close(made.descriptor)
-            made.close()
         return Refusal("; ".join(f"on rank {r} of the group {p}" for r, p in enumerate(problems) if p), ordinary=False)
     finally:
         if offer is not None:
@@ -298,9 +301,9 @@ def _user_of(peer: socket.socket) -> int:
     return _CREDENTIALS.unpack(packed)[1]
 
 
-def _watch(notes: Iterable[dict[str, Any]], rank: int) -> dict[int, int]:
-    """A pidfd of each peer whose process id means the same here as there."""
-    here, found = identity()["host"], {}
+def _watch(found: dict[int, int], notes: Iterable[dict[str, Any]], rank: int) -> None:
+    """Put into ``found`` a pidfd of each peer whose process id means the same here as there."""
+    here = identity()["host"]
     for peer, note in enumerate(notes):
         process = note["process"]
         if peer == rank or not here or process["host"] != here:
@@ -311,4 +314,3 @@ def _watch(notes: Iterable[dict[str, Any]], rank: int) -> dict[int, int]:
                 os.close(descriptor)
                 raise MemwallError(f"rank {peer} of the group ended")
             found[peer] = descriptor
-    return found

@@ -179,7 +179,7 @@ class SharedWindows:
             opened.booked_bytes = total_bytes // group.size()
             self._account.add(Kind.COMM, opened.booked_bytes)
             for storage in ring.storages:
-                self._account.ignore(storage)
+                self._account.ignore(storage, on_host=True)  # units of modules on the host use it, too
         return opened
 
     def _without(self, epoch: int, refusal: Refusal) -> _Opened:

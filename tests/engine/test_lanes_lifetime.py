@@ -50,7 +50,7 @@ class Buffers:
             self.most = max(self.most, self.alive)
             weakref.finalize(tensor.untyped_storage(), self._live.discard, address)
 
-    def add(self, *_):
+    def add(self, *_, **__):
         """Windows are no buffers of their own."""
 
     remove = ignore = heed = add

@@ -115,6 +115,36 @@ def test_another_user_is_refused(offer, monkeypatch, side):
     assert failed == ["ranks [1] did not come for the segment"]
 
 
+def test_a_group_that_fails_before_all_have_told_leaves_no_descriptor(monkeypatch):
+    """The process lives on, and its next epoch connects again."""
+    told = []
+
+    class Group:
+        rank = staticmethod(lambda: 0)
+        size = staticmethod(lambda: 2)
+
+    def tell(group, mine):
+        if told:
+            raise MemwallError("a rank was lost")
+        told.append(mine)
+        offered = mine["listener"]
+        secret = shared_peers.hashlib.sha256((mine["salt"] + "x").encode()).digest()
+        threads.append(threading.Thread(target=lambda: joined.append(_join(offered, secret, 1))))
+        threads[0].start()
+        return [mine, {**mine, "salt": "x"}]
+
+    threads, joined = [], []
+    monkeypatch.setattr(shared_peers, "_tell", tell)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MemwallError, match="a rank was lost"):
+        shared_peers.connect(Group(), 8192)
+    threads[0].join(30)
+    assert joined[0].dead() == [0], "the other side sees that this one let go"
+    os.close(joined[0].descriptor)
+    joined[0].close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def note(**changes):
     return {"lacks": "", "problem": "", "host": "a", "node": "n", "uid": 0, "bytes": 8, **changes}
 

@@ -114,6 +114,21 @@ def test_windows_are_booked_once_and_leave_nothing(here):
     assert held() == before
 
 
+@on_ranks(2, group="engine")
+def test_windows_are_not_booked_again_for_modules_on_the_host(here):
+    model = GPT()
+    account = MemoryAccount(host_modules=(model.blocks[0],))
+    with sharded(lambda: model, mesh_of(here, "2"), account=account) as (model, lanes):
+        account.attach(model)
+        booked = account.current()[Kind.COMM]
+        train(model, 2, seed=here.rank)
+        assert shared_bytes(lanes) > 0
+        assert account.current()[Kind.COMM] == booked
+        assert account.host.live()[Kind.PARAM] > 0
+        assert not any(kinds.get(Kind.COMM) for kinds in account.host.kind_peaks().values())
+        account.detach()
+
+
 @on_ranks(2, "auto", "true", group="engine")
 def test_a_handshake_that_fails_on_one_rank_is_told_to_all(here):
     """``auto`` goes through the group with a warning on each rank, ``true`` is refused on each."""
