@@ -313,8 +313,9 @@ class OverlapConfig:
     shared_memory: bool | str = "auto"
     """Between ranks of one host, lanes gather and reduce through shared memory instead of gloo's sockets. ``auto``:
     every sharded group whose ranks are all on one host (one boot, one network namespace, one user); ``true``: refused
-    where a group is not; ``false``: never. Linux on x86-64. Holds ``prefetch + 2`` units' gathered weights for all
-    ranks of the host together, and ``reduce_buffers`` units' gradients for each."""
+    where a group is not; ``false``: never. Linux on x86-64. With more than two shards, sums are made in another order
+    than gloo's, so last bits may differ. Holds ``prefetch + 2`` units' gathered weights for all ranks of the host
+    together, and ``reduce_buffers`` units' gradients for each."""
 
     non_dumpable: bool = False
     """Keep other processes of the same user out of this one's memory, windows included, as far as the kernel can

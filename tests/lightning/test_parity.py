@@ -94,6 +94,8 @@ OPTIONS = {
     "off": {"pool": PoolConfig(enabled=False), "overlap": OverlapConfig(enabled=False),
             "resilience": ResilienceConfig(enabled=False)},
     "ahead": {"overlap": OverlapConfig(prefetch=3, reduce_buffers=1)},
+    "shared": {"overlap": OverlapConfig(shared_memory=True)},
+    "hsdp_shared": {"replicate": 2, "overlap": OverlapConfig(shared_memory=True)},
     "hsdp": {"replicate": 2},
     "hsdp_whole": {"replicate": 2, "accumulate": "whole"},
     "hsdp_no_lanes": {"replicate": 2, "overlap": OverlapConfig(lanes=False)},
@@ -106,7 +108,7 @@ def test_two_ranks(here: Here) -> None:
     compare(here, kind, clip=clip, steps=STEPS if clip == "norm" else FEW_STEPS)
 
 
-@on_ranks(2, "whole-gpt", "no_lanes-mlp_alike", "ahead-mlp", "off-conv", "hsdp-gpt")
+@on_ranks(2, "whole-gpt", "no_lanes-mlp_alike", "ahead-mlp", "off-conv", "hsdp-gpt", "shared-gpt")
 def test_options_on_two_ranks(here: Here) -> None:
     options, kind = here.case.split("-")
     compare(here, kind, clip="norm", strategy=memwall(**OPTIONS[options]), optimizer="adamw", steps=FEW_STEPS)
@@ -119,7 +121,8 @@ def test_four_ranks(here: Here) -> None:
     compare(here, kind, clip=clip, strategy=memwall(**OPTIONS[options]), accumulate=1)
 
 
-@on_ranks(4, "default-mlp", "hsdp-gpt", "hsdp-conv", "hsdp_whole-mlp", "hsdp_no_lanes-mlp_alike")
+@on_ranks(4, "default-mlp", "hsdp-gpt", "hsdp-conv", "hsdp_whole-mlp", "hsdp_no_lanes-mlp_alike",
+          "shared-conv", "hsdp_shared-gpt")  # fmt: skip
 def test_options_on_four_ranks(here: Here) -> None:
     options, kind = here.case.split("-")
     compare(here, kind, clip="norm", strategy=memwall(**OPTIONS[options]), steps=FEW_STEPS)

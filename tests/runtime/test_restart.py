@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 from datetime import timedelta
 from typing import Any
@@ -91,7 +92,7 @@ def train(rank: int, world: int, plan: Plan | None, escalate: Any = None, **opti
     """Some steps of accumulated micro-batches; what they left, and which events they told."""
     torch.manual_seed(1)
     net = Net()
-    config = MemwallConfig(**options)
+    config = MemwallConfig(**{"overlap": OverlapConfig(shared_memory=True)} | options)
     runtime = Runtime(config, mesh=data_parallel_mesh("cpu", world, config.replicate))
     events: list[Any] = []
     runtime.events.subscribe(events.append)
@@ -100,9 +101,16 @@ def train(rank: int, world: int, plan: Plan | None, escalate: Any = None, **opti
         net.blocks[1].register_forward_hook(lambda m, a, out: Late.apply(out, lambda: plan.passes("backward")))
     runtime.setup(net)
     good = {name: getattr(reducer, name) for name in ("reduce_scatter", "reduce_scatter_shared")}
-    if plan is not None:
-        for name, reduce in good.items():
-            setattr(reducer, name, lambda *args, reduce=reduce: (plan.passes("lane"), reduce(*args)))
+    reduced: list[list[Any]] = []
+
+    def watched(name: str, reduce: Any, *args: Any) -> None:
+        if plan is not None:
+            plan.passes("lane")
+        reduce(*args)
+        reduced.append([name, args[-1].epoch])
+
+    for name, reduce in good.items():
+        setattr(reducer, name, functools.partial(watched, name, reduce))
     if escalate is not None:
         runtime.pool.escalate = escalate
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -126,6 +134,7 @@ def train(rank: int, world: int, plan: Plan | None, escalate: Any = None, **opti
         "weights": [p.to_local().double().sum().item() for p in net.parameters()],
         "buffers": [b.double().sum().item() for b in net.buffers()],
         "random": torch.rand(1).item(),
+        "reduced": reduced,
         "error": [type(error).__name__, list(getattr(error, "ranks", ())), str(error)],
         "events": [
             [str(e.kind), e.fields.get("ranks"), e.fields.get("phase"), e.fields.get("asked_bytes")] for e in events
@@ -182,6 +191,10 @@ def check_restarts(results: list[dict[str, Any]]) -> None:
         assert wanted["error"][0] == "NoneType" and len(wanted["losses"]) == STEPS, wanted
         for name, run in result["runs"].items():
             assert result_of(run) == wanted, name
+            # Through windows from the first to the last, also those of the epoch after the restart.
+            assert {how for how, _ in run["reduced"]} == (set() if name == "stock" else {"reduce_scatter_shared"}), name
+            if name not in ("stock", "first"):  # the very first forward reduces nothing in its epoch
+                assert len({epoch for _, epoch in run["reduced"]}) > 1, name
             if name == "both":  # at once, or, where one was freed from a collective first, one after the other
                 assert {each for event in run["events"] for each in event[1]} == {0, one}, run["events"]
                 continue
