@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from memwall_strategy import MemwallStrategy, PoolConfig
+from memwall_strategy import MemwallStrategy, OverlapConfig, PoolConfig
 from memwall_strategy.core.block import Tier
 from memwall_strategy.pool import replacing
 from tests.lightning.checks import Here, on_ranks
@@ -52,7 +52,7 @@ def train(here: Here, pool: PoolConfig, precision: str) -> Any:
             self.desks = [block for block, _ in table if ".desk" in block.parameter]
 
     module = Watched(Gpt(6), "adamw")
-    strategy = MemwallStrategy(pool=pool, timeout_s=60.0)
+    strategy = MemwallStrategy(pool=pool, overlap=OverlapConfig(shared_memory=False), timeout_s=60.0)
     trainer = make_trainer(here.world, strategy=strategy, precision=precision, gradient_clip_val=0.4)
     trainer.fit(module, make_loader("gpt", 32, 2, rank=here.rank, world=here.world))
     return module

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 
-from memwall_strategy import MemwallStrategy, PoolConfig
+from memwall_strategy import MemwallStrategy, OverlapConfig, PoolConfig
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.pool.pooled_optimizer import PooledOptimizer
 from tests.lightning.checks import Here, on_ranks
@@ -67,10 +67,9 @@ def run(here: Here, pool: PoolConfig, folder: Path | None = None, resume: Path |
                 self.trainer.save_checkpoint(folder / "at.ckpt")
 
     module = Tuned(Gpt(6), "adamw")
-    trainer = make_trainer(
-        here.world, strategy=MemwallStrategy(pool=pool, timeout_s=60.0), callbacks=[Finetune()],
-        **{"max_epochs": 3} | options,
-    )  # fmt: skip
+    strategy = MemwallStrategy(pool=pool, overlap=OverlapConfig(shared_memory=False), timeout_s=60.0)
+    options = {"max_epochs": 3} | options
+    trainer = make_trainer(here.world, strategy=strategy, callbacks=[Finetune()], **options)
     loader = make_loader("gpt", 8 * here.world * 2, 2, rank=here.rank, world=here.world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

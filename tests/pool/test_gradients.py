@@ -238,7 +238,7 @@ def test_beside_paged_state_and_frozen_weights(here: Here) -> None:
         pool = PoolConfig(
             device_budget=budget, optimizer_on="device", host_budget="16MiB", gradients=gradients_on
         )
-        runtime, optimizer = make_runtime(here, "gpt", pool)
+        runtime, optimizer = make_runtime(here, "gpt", pool, overlap=OverlapConfig(shared_memory=False))
         assert runtime.pool.pagers[0].placement.slots > 0
         frozen = [p for name, p in runtime.model.named_parameters() if "blocks.0" in name]
         for parameter in frozen:

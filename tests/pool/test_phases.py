@@ -130,7 +130,7 @@ STEPS = 28
 
 def run(here: Here, resume: tuple | None = None, steps: int = STEPS, **pool: Any) -> dict[str, Any]:
     """A rate that rises for 8 steps, stays for 8 and falls for 12; each rank tells other losses."""
-    options = {"device_budget": "72KiB", "phase_window": 4} | pool
+    options = {"device_budget": "72KiB", "phase_window": 4, "shared": False} | pool
     with running(here, GPT, **options) as (runtime, optimizer):
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda i: (i + 1) / 8 if i < 8 else 1.0 if i < 16 else max(0.1, 1 - (i - 15) / 8)

@@ -98,7 +98,8 @@ def test_steps_inside_the_backward_hold_fewer_gradients() -> None:
     one = bytes_beside(MODEL, CLUSTER, accumulate=1, overlap=early, **common)
     several = bytes_beside(MODEL, CLUSTER, accumulate=4, overlap=early, **common)
     assert one < BESIDE <= several == bytes_beside(MODEL, CLUSTER, accumulate=2, overlap=early, **common)
-    made = plan(MODEL, CLUSTER, Budgets(one + 10), optimizer=OptimizerSpec("none"), gradients_in_forward=False)
+    settings = {"optimizer": OptimizerSpec("none"), "gradients_in_forward": False, "windows": True}
+    made = plan(MODEL, CLUSTER, Budgets(one + 10), **settings)
     assert made.fits is False
     changed = with_early_steps(made, MODEL, CLUSTER, early)
     assert changed.fits and changed.advice is None and changed.resident[Kind.GRAD] == 0

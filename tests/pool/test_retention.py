@@ -41,6 +41,7 @@ def running(
     lanes: bool = True,
     precision: str = "32-true",
     accumulate: str = "sharded",
+    shared: bool | str = "auto",
     **pool: Any,
 ) -> Iterator[tuple[Runtime, torch.optim.Optimizer]]:
     torch.manual_seed(3)
@@ -50,7 +51,8 @@ def running(
     replicate = mesh.shape[0] if mesh.ndim == 2 else 1
     config = MemwallConfig(
         pool=PoolConfig(**pool), replicate=replicate, accumulate=accumulate,
-        overlap=OverlapConfig(enabled=lanes, next_iteration_early=False),  # bytes are counted by the step
+        # Bytes are counted by the step, hence no gathers of the next one.
+        overlap=OverlapConfig(enabled=lanes, next_iteration_early=False, shared_memory=shared),
     )  # fmt: skip
     runtime = Runtime(config, mesh=mesh, precision=precision)
     with rough_lanes(here.rank):
@@ -394,7 +396,7 @@ def test_refusals(here):
 @on_ranks(2, group="asking")
 def test_auto_takes_the_room_of_the_poorest_rank_and_gives_it_back(here):
     budget = 72 * 1024 if here.rank else 64 * 1024
-    with running(here, retain="auto", device_budget=budget) as (runtime, optimizer):
+    with running(here, retain="auto", device_budget=budget, shared=False) as (runtime, optimizer):
         retention: Relief = runtime.pool.retention
         told = []
         runtime.events.subscribe(told.append)
@@ -429,7 +431,7 @@ def test_auto_takes_the_room_of_the_poorest_rank_and_gives_it_back(here):
 @on_ranks(2, "lanes", "stock", group="whole")
 def test_whole_gradients_are_reduced_once_a_step(here):
     """By units, as room allows. With room for all it is ``accumulate="whole"``, to the last bit."""
-    options = {"lanes": here.case == "lanes", "retain": "none", "phases": False}
+    options = {"lanes": here.case == "lanes", "retain": "none", "phases": False, "shared": False}
     with running(here, **options) as (runtime, optimizer):
         sharded = train(here, runtime, optimizer)
     with running(here, accumulate="whole", **options) as (runtime, optimizer):
