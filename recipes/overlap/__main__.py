@@ -75,6 +75,13 @@ def moved_bytes(runs: Runs) -> float:
     return sum(inside(runs, f"lane_bytes/{lane}") for lane in ("gather", "reduce"))
 
 
+def saturation(runs: Runs) -> str:
+    """Of each lane that used a link."""
+    told = [step for run in runs["memwall"] for step in run["lanes"]]
+    lanes = [lane for lane in ("gather", "reduce") if all(f"lane_saturation/{lane}" in step for step in told)]
+    return ", ".join(f"{lane} {inside(runs, f'lane_saturation/{lane}'):.2f}" for lane in lanes) or "no link was used"
+
+
 def median_of(runs: Runs, name: str, series: str) -> float:
     """Over all steps of all runs of a variant."""
     return statistics.median(value for run in runs[name] for value in run[series])
@@ -132,8 +139,7 @@ def against_stock(repeats: int, rate: str | None, claimed: Mapping[str, str]) ->
              f"exposed {exposed:.2f} + no core {contention:.2f} + copies {copies:.2f} s; outside {within:.2f} s, "
              f"{slower:.2f} s of it CPU time that the same arithmetic took more beside the lanes"),
         "lane saturation":
-            (", ".join(f"{lane} {inside(runs, f'lane_saturation/{lane}'):.2f}" for lane in ("gather", "reduce")),
-             "bytes over what the link moves in a step, as measured"),
+            (saturation(runs), "bytes over what the link moves in a step, as measured"),
         "losses of every step":
             ("equal to the last digit" if len(losses) == 1 else f"{len(losses)} different loss curves",
              f"{2 * repeats} runs of {TASK['steps'] + TASK['warmup']} steps"),
