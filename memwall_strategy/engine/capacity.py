@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -49,6 +50,26 @@ def available_cores(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> float
     """Cores that one rank may keep busy: those it may run on, within every CPU quota, shared by the machine's ranks."""
     cores = min([float(len(os.sched_getaffinity(0))), *cpu_quotas(proc, root)])
     return cores / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def share_cores(cores: float | None = None) -> int:
+    """Let torch use no more threads than this rank has cores, and return how many it uses.
+
+    torch counts the machine's cores; ranks that all use them, or pass a quota, spend their time waiting for each other.
+    Where the user chose (``OMP_NUM_THREADS``), that number stays.
+
+    Args:
+        cores: of this rank; ``available_cores()`` where None.
+    """
+    share = max(1, int(available_cores() if cores is None else cores))
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > share:
+        warnings.warn(
+            f"torch would use {torch.get_num_threads()} threads, and this rank may keep {share} busy: it uses as many. "
+            "Set OMP_NUM_THREADS to choose another number.",
+            stacklevel=2,
+        )
+        torch.set_num_threads(share)
+    return torch.get_num_threads()
 
 
 def cpu_quotas(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[float]:

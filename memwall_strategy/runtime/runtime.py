@@ -26,6 +26,7 @@ from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.core.lane import Lane, Span
 from memwall_strategy.core.pillar import Pillar
 from memwall_strategy.core.unit import Unit
+from memwall_strategy.engine.capacity import share_cores
 from memwall_strategy.engine.clip import clip_grad_norm, clip_grad_value
 from memwall_strategy.engine.fresh import keep_fresh
 from memwall_strategy.engine.fsdp import fsdp_roots
@@ -101,6 +102,7 @@ class Runtime:
         self.device = torch.device(
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
         )
+        share_cores()
         self.model: nn.Module | None = None
         self.model_spec: ModelSpec | None = None
         self.host_modules: dict[str, nn.Module] = {}

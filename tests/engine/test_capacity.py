@@ -9,7 +9,13 @@ import torch
 
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine import capacity
-from memwall_strategy.engine.capacity import available_cores, available_device_bytes, cgroup_limits, cpu_quotas
+from memwall_strategy.engine.capacity import (
+    available_cores,
+    available_device_bytes,
+    cgroup_limits,
+    cpu_quotas,
+    share_cores,
+)
 
 MIB = 1 << 20
 
@@ -75,6 +81,23 @@ def test_cpu_quotas_of_both_versions(tmp_path, monkeypatch):
     assert cpu_quotas(proc, old) == [1.5]
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert 0 < available_cores() <= len(os.sched_getaffinity(0))
+
+
+def test_threads_are_shared_unless_the_user_chose(monkeypatch):
+    """Case 11: ranks of one machine do not fight for its cores."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+        assert share_cores(1.5) == 4
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        with pytest.warns(UserWarning, match="4 threads, and this rank may keep 2 busy"):
+            assert share_cores(2.9) == torch.get_num_threads() == 2
+        assert share_cores(8) == 2
+        with pytest.warns(UserWarning, match="1 busy"):
+            assert share_cores(0.25) == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_this_machine_has_memory(monkeypatch):
