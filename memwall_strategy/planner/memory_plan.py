@@ -9,14 +9,14 @@ Not planned: temporaries of single operations and of the optimizer, the framewor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from typing import Any
 
 from memwall_strategy.config import GRADIENTS, OverlapConfig, format_size
 from memwall_strategy.core.block import Kind
-from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.core.errors import ConfigError, nearest
 from memwall_strategy.planner.activations import ActivationSpec
 from memwall_strategy.planner.plans import Plan
 from memwall_strategy.planner.schedule import Schedule, Step, UnitBytes
@@ -56,6 +56,8 @@ class _Settings:
     activations: ActivationSpec | None
     gradients_in_forward: bool
     gradients: str
+    retained: frozenset[str]
+    next_iteration_early: bool
     rank: int
 
     def __post_init__(self) -> None:
@@ -83,6 +85,7 @@ def schedule_of(overlap: OverlapConfig, device_type: str) -> dict[str, Any]:
         "reduce_buffers": overlap.reduce_buffers if overlap.enabled else 1,
         "lanes": lanes,
         "windows": lanes and overlap.shared_memory is not False,
+        "next_iteration_early": lanes and overlap.next_iteration_early,
     }
 
 
@@ -103,6 +106,8 @@ def plan(
     activations: ActivationSpec | None = None,
     gradients_in_forward: bool = True,
     gradients: str = "device",
+    retained: Collection[str] = (),
+    next_iteration_early: bool = False,
     rank: int = 0,
 ) -> Plan:
     """Predict one rank's memory for a model on a cluster.
@@ -121,10 +126,13 @@ def plan(
         activations: estimated (``gpt_activations``) or measured; None: not counted.
         gradients_in_forward: whether the last step's gradients are alive in forward; so it is under Lightning.
         gradients: where they rest between micro-batches (``pool.gradients``).
+        retained: names of the units whose gathered weights stay until the step's last backward (``pool.retain``).
+        next_iteration_early: the next forward's first gathers start while the optimizer steps
+            (``overlap.next_iteration_early``).
         rank: position among the ranks that share the weights; 0 holds at least as much as any other.
 
     Raises:
-        ConfigError: a value out of range, or activations of another number of units.
+        ConfigError: a value out of range, an unknown unit, or activations of another number of units.
     """
     settings = _Settings(
         optimizer=OptimizerSpec.named(optimizer) if isinstance(optimizer, str) else optimizer,
@@ -139,8 +147,13 @@ def plan(
         activations=activations,
         gradients_in_forward=gradients_in_forward,
         gradients=gradients,
+        retained=frozenset(retained),
+        next_iteration_early=next_iteration_early,
         rank=rank,
     )
+    for name in retained:
+        if name not in (known := [unit.name for unit in model.every_unit]):
+            raise ConfigError(f"retained={name!r} is no unit.{nearest(name, known)} Units are: {', '.join(known)}.")
     if rank >= cluster.shard_ranks:
         raise ConfigError(f"rank={rank} is not below the {cluster.shard_ranks} ranks that share the weights.")
     if activations is not None and len(activations.unit_bytes) != len(model.units):
@@ -185,6 +198,8 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> Pla
             replicated=cluster.replicate > 1,
             gradients_in_forward=settings.gradients_in_forward,
             gradients_on_host=settings.gradients == "host",
+            retained=frozenset(n for n, unit in enumerate(model.every_unit) if unit.name in settings.retained),
+            early=settings.prefetch + 1 if settings.next_iteration_early else 0,
         ),
     ).play()
     return Plan(
@@ -198,7 +213,7 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> Pla
         micro_batch=settings.micro_batch,
         accumulate=settings.accumulate,
         activations=settings.activations.source if settings.activations else "not counted",
-        resident={str(kind): size for kind, size in (between_steps | _held(windows_bytes)).items()},
+        resident={str(kind): size for kind, size in (between_steps | _held(ledger.live.get(Kind.COMM, 0))).items()},
         peaks={str(phase): {str(k): v for k, v in kinds.items()} for phase, kinds in ledger.peaks.items()},
         kind_peaks={str(phase): {str(k): v for k, v in kinds.items()} for phase, kinds in ledger.kind_peaks.items()},
         communication="upper bound" if settings.lanes else "exact",
@@ -217,8 +232,14 @@ def _windows(units: list[UnitBytes], cluster: ClusterSpec, settings: _Settings) 
     return sum(gathered) // cluster.shard_ranks + sum(reduced)
 
 
-def _held(windows_bytes: int) -> dict[str, int]:
-    return {Kind.COMM: windows_bytes} if windows_bytes else {}
+def _held(comm_bytes: int) -> dict[str, int]:
+    """Shared windows, and what was gathered for the next iteration."""
+    return {Kind.COMM: comm_bytes} if comm_bytes else {}
+
+
+def gathered_bytes(unit: UnitSpec, cluster: ClusterSpec, precision: str) -> int:
+    """What a unit's whole weights take on each rank."""
+    return _unit_bytes(unit, cluster, PrecisionSpec.named(precision)).gathered
 
 
 def _resident(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> dict[str, int]:
@@ -247,7 +268,7 @@ def _resident(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> di
 
 def _fine_gradients(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> Iterator[int]:
     """Bytes of each unit's float32 gradients: those of the widest unit lie beside its own for the step."""
-    for unit in (*model.units, *([model.root] if model.root is not None else [])):
+    for unit in model.every_unit:
         yield sum(
             parameter.local_numel(cluster.shard_ranks, settings.rank) * item_bytes("float32")
             for parameter in unit.parameters

@@ -9,6 +9,9 @@ The step follows FSDP2's own order of allocation and release, one unit at a time
 - backward of a unit: gathered again (the next units' flat buffers are there already by prefetch), whole gradients grow
   beside the gathered weights, then these are dropped, the whole gradients are copied into the reduction's input,
   dropped, and the reduction's output becomes the sharded gradient;
+- a unit that is retained stays gathered from its forward to its backward, and over the end of every micro-batch but the
+  step's last one;
+- where the next iteration begins early, the flat buffers that a forward would fill first are there from the step on;
 - the reduction's inputs of at most ``reduce_buffers`` units are alive. On the lanes' path the play assumes the slowest
   link: no reduction ends before its buffer is needed, and the last ones of a micro-batch go on into the next forward.
   So the lanes' communication is an upper bound.
@@ -74,6 +77,8 @@ class Schedule:
             to None after the forward.
         gradients_on_host: between micro-batches the sharded gradients rest on the host; as many units as
             ``reduce_buffers`` may be on their way there.
+        retained: the units, the root as the last of them, whose gathered weights stay.
+        early: units, the root included, that are gathered for the next forward while the optimizer steps.
     """
 
     flats: bool
@@ -86,6 +91,8 @@ class Schedule:
     replicated: bool
     gradients_in_forward: bool
     gradients_on_host: bool = False
+    retained: frozenset[int] = frozenset()
+    early: int = 0
 
 
 @dataclass(slots=True)
@@ -153,6 +160,7 @@ class Step:
         if schedule.windows:
             self.ledger.add(Kind.COMM, schedule.windows)
         self._flats: set[int] = set()
+        self._whole: set[int] = set()
         self._held_flat = 0
         self._inputs: list[int] = []
         self._in_flight: list[tuple[int, bool]] = []
@@ -183,6 +191,9 @@ class Step:
             self.ledger.enter(Phase.BACKWARD)
             self._backward()
         self.ledger.enter(Phase.STEP)
+        first = [] if self.root is None else [len(self.units)]
+        for key in [*first, *range(len(self.units))][: self.schedule.early]:
+            self._unshard(key)
         self.ledger.enter(Phase.IDLE)
 
     def _drop_gradients(self) -> None:
@@ -205,15 +216,18 @@ class Step:
 
     def _unshard(self, key: int) -> None:
         unit = self._unit(key)
-        if key in self._flats or not self.schedule.flats:
+        if key in self._flats or key in self._whole or not self.schedule.flats:
             return
         self._buffer(unit.gathered)
         self.ledger.brief(Kind.COMM, unit.cast)
         self._flats.add(key)
 
     def _copy_out(self, key: int, forward: bool) -> None:
+        if key in self._whole:
+            return
         unit = self._unit(key)
         self.ledger.add(Kind.GATHERED, unit.gathered)
+        self._whole.add(key)
         if forward:
             self._release_held_flat()  # the engine means to drop it before, but holds it until it returns
         if not self.schedule.flats:
@@ -224,6 +238,10 @@ class Step:
             self._held_flat = unit.gathered
         else:
             self._buffer(-unit.gathered)
+
+    def _reshard(self, key: int) -> None:
+        self.ledger.add(Kind.GATHERED, -self._unit(key).gathered)
+        self._whole.discard(key)
 
     def _release_held_flat(self) -> None:
         self._buffer(-self._held_flat)
@@ -238,13 +256,14 @@ class Step:
             self._copy_out(root, forward=True)
         for ahead in range(min(self.schedule.prefetch, root)):
             self._unshard(ahead)
-        for key, unit in enumerate(self.units):
+        for key in range(root):
             self._unshard(key)
             self._copy_out(key, forward=True)
             for ahead in range(key + 1, min(key + 1 + self.schedule.prefetch, root)):
                 self._unshard(ahead)
             self.ledger.add(Kind.ACTIVATION, self.activations[key])
-            self.ledger.add(Kind.GATHERED, -unit.gathered)
+            if key not in self.schedule.retained:
+                self._reshard(key)
         self._release_held_flat()
         self.ledger.add(Kind.ACTIVATION, self.activations[root])
 
@@ -284,7 +303,8 @@ class Step:
 
     def _post_backward(self, key: int) -> None:
         unit = self._unit(key)
-        self.ledger.add(Kind.GATHERED, -unit.gathered)
+        if self._last or key not in self.schedule.retained:
+            self._reshard(key)
         whole = unit.early_gradient + unit.late_gradient
         if self.schedule.keep_whole:
             first = key not in self._has_whole

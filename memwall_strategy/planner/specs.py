@@ -121,8 +121,12 @@ class ModelSpec:
     @property
     def parameters(self) -> tuple[ParameterSpec, ...]:
         """All parameters, units first."""
-        every = self.units if self.root is None else (*self.units, self.root)
-        return tuple(p for unit in every for p in unit.parameters)
+        return tuple(p for unit in self.every_unit for p in unit.parameters)
+
+    @property
+    def every_unit(self) -> tuple[UnitSpec, ...]:
+        """The units, and the root behind them where there is one."""
+        return self.units if self.root is None else (*self.units, self.root)
 
     @classmethod
     def from_module(
