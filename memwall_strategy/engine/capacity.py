@@ -1,9 +1,9 @@
 """How much memory and how many cores one rank may count on.
 
 On CPU: the smallest of the machine's memory and of every limit that a control group puts on this process (version 2 or
-1, this group and all above it), shared evenly among the ranks of the machine (``LOCAL_WORLD_SIZE``, which every
-launcher sets). On CUDA: the card's total memory. What other processes hold is not subtracted. Cores are shared alike,
-within the CPU quota of every control group above this process.
+1, this group and all above it), shared evenly among the ranks of the machine (``LOCAL_WORLD_SIZE``, which launchers
+set, or the strategy). On CUDA: the card's total memory. What other processes hold is not subtracted. Cores are shared
+alike, within the CPU quota of every control group above this process.
 """
 
 from __future__ import annotations
@@ -46,30 +46,67 @@ def _machine_bytes() -> int:
     return min([physical, *cgroup_limits()])
 
 
+def machine_cores(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> float:
+    """Cores that all ranks of this machine may keep busy: those they may run on, within every CPU quota."""
+    return min([float(len(os.sched_getaffinity(0))), *cpu_quotas(proc, root)])
+
+
 def available_cores(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> float:
-    """Cores that one rank may keep busy: those it may run on, within every CPU quota, shared by the machine's ranks."""
-    cores = min([float(len(os.sched_getaffinity(0))), *cpu_quotas(proc, root)])
-    return cores / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Cores that one rank may keep busy: its share of ``machine_cores``."""
+    return machine_cores(proc, root) / max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def share_cores(cores: float | None = None) -> int:
     """Let torch use no more threads than this rank has cores, and return how many it uses.
 
     torch counts the machine's cores; ranks that all use them, or pass a quota, spend their time waiting for each other.
-    Where the user chose (``OMP_NUM_THREADS``), that number stays.
+    Where ``OMP_NUM_THREADS`` is set, by the user or a launcher, that number stays; it is warned about when it is more
+    than there are cores.
 
     Args:
         cores: of this rank; ``available_cores()`` where None.
     """
     share = max(1, int(available_cores() if cores is None else cores))
-    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > share:
-        warnings.warn(
-            f"torch would use {torch.get_num_threads()} threads, and this rank may keep {share} busy: it uses as many. "
-            "Set OMP_NUM_THREADS to choose another number.",
-            stacklevel=2,
-        )
+    threads = torch.get_num_threads()
+    if threads <= share:
+        return threads
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if "OMP_NUM_THREADS" in os.environ:
+        what = f"OMP_NUM_THREADS={threads}, and each rank may keep {share} busy. Set it to {share}, or leave it out."
+    else:
         torch.set_num_threads(share)
+        what = (
+            f"torch would use {threads} threads, and each rank may keep {share} busy: it uses as many. Set "
+            "OMP_NUM_THREADS to choose another number."
+        )
+    if first:
+        warnings.warn(what, stacklevel=2)
     return torch.get_num_threads()
+
+
+def share_threads(ranks: int, cores: float | None = None) -> None:
+    """Set ``OMP_NUM_THREADS``, where nobody did, for ``ranks`` processes of this machine that are about to start.
+
+    Lightning's launcher would set it from the cores that the process may run on, whatever the quota.
+
+    Args:
+        cores: of the machine; ``machine_cores()`` where None.
+    """
+    _set_ours("OMP_NUM_THREADS", max(1, int((machine_cores() if cores is None else cores) / max(1, ranks))))
+
+
+def share_machine(ranks: int) -> None:
+    """Set ``LOCAL_WORLD_SIZE``, where the launcher did not (Lightning's does not): a rank counts on its share."""
+    _set_ours("LOCAL_WORLD_SIZE", ranks)
+
+
+_ours: dict[str, str] = {}
+"""Variables that were set here, so that the next trainer of the process may set them anew."""
+
+
+def _set_ours(name: str, value: int) -> None:
+    if os.environ.get(name) in (None, _ours.get(name)):
+        os.environ[name] = _ours[name] = str(value)
 
 
 def cpu_quotas(proc: Path = PROC_CGROUP, root: Path = CGROUP_ROOT) -> list[float]:

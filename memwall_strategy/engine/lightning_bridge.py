@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from memwall_strategy.core.errors import ConfigError, PeerLost
+from memwall_strategy.engine.capacity import share_threads
 from memwall_strategy.engine.processes import die_with_parent, is_interactive, is_launched_child, parent_is_gone
 
 TRAINER_PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -196,6 +197,7 @@ class ModelParallelSeams:
         # Called at the end of the connector's set-up, when devices and nodes are known and nothing has started yet.
         world = self.num_processes * self.num_nodes
         self.check_world(world)
+        share_threads(self.num_processes)
         if is_launched_child():
             die_with_parent(True)
             if parent_is_gone():

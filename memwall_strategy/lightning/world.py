@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from memwall_strategy.config import MemwallConfig
 from memwall_strategy.core.errors import ConfigError
+from memwall_strategy.engine.capacity import share_machine
 from memwall_strategy.engine.swap_group import BACKEND
 from memwall_strategy.runtime.data import position_loader
 from memwall_strategy.runtime.world import check_world, group_backend, read_options
@@ -34,6 +35,7 @@ class WorldMethods:
 
     def setup_environment(self) -> None:
         self.set_parallel_sizes()
+        share_machine(self.num_processes)
         super().setup_environment()
 
     def give_position(self, dataloader: Any, mode: str) -> Any:

@@ -14,7 +14,10 @@ from memwall_strategy.engine.capacity import (
     available_device_bytes,
     cgroup_limits,
     cpu_quotas,
+    machine_cores,
     share_cores,
+    share_machine,
+    share_threads,
 )
 
 MIB = 1 << 20
@@ -62,7 +65,7 @@ def test_the_smallest_limit_is_shared_among_local_ranks(tmp_path, monkeypatch):
 
 
 def test_cpu_quotas_of_both_versions(tmp_path, monkeypatch):
-    """Case 11: a rank counts on its share of the quota, not on every core of the machine."""
+    """CASES 11: a rank counts on its share of the quota, not on every core of the machine."""
     proc, root = tmp_path / "cgroup", tmp_path / "fs"
     assert cpu_quotas(proc, root) == []
     proc.write_text("0::/machine/job\n")
@@ -84,20 +87,42 @@ def test_cpu_quotas_of_both_versions(tmp_path, monkeypatch):
 
 
 def test_threads_are_shared_unless_the_user_chose(monkeypatch):
-    """Case 11: ranks of one machine do not fight for its cores."""
+    """CASES 11: ranks of one machine do not fight for its cores."""
     before = torch.get_num_threads()
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     try:
         torch.set_num_threads(4)
         monkeypatch.setenv("OMP_NUM_THREADS", "4")
-        assert share_cores(1.5) == 4
+        with pytest.warns(UserWarning, match="OMP_NUM_THREADS=4, and each rank may keep 1 busy"):
+            assert share_cores(1.5) == 4
         monkeypatch.delenv("OMP_NUM_THREADS")
-        with pytest.warns(UserWarning, match="4 threads, and this rank may keep 2 busy"):
+        with pytest.warns(UserWarning, match="4 threads, and each rank may keep 2 busy"):
             assert share_cores(2.9) == torch.get_num_threads() == 2
         assert share_cores(8) == 2
         with pytest.warns(UserWarning, match="1 busy"):
             assert share_cores(0.25) == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_launched_processes_share_threads_and_memory(monkeypatch):
+    """CASES 11: by the quota, before Lightning's launcher counts cores; the next trainer of the process anew."""
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "for pytest to restore")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(capacity, "_ours", {})
+    for ranks, cores, threads in ((4, 10.0, "2"), (1, 3.5, "3"), (8, 2.0, "1"), (0, 2.0, "2")):
+        share_threads(ranks, cores)
+        assert os.environ["OMP_NUM_THREADS"] == threads
+    for ranks in (2, 3):
+        share_machine(ranks)
+        assert os.environ["LOCAL_WORLD_SIZE"] == str(ranks)
+    assert available_cores() == pytest.approx(machine_cores() / 3)
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):  # a launcher, or the user, says otherwise
+        os.environ[name] = "5"
+    share_threads(2, 8.0)
+    share_machine(2)
+    assert os.environ["OMP_NUM_THREADS"] == os.environ["LOCAL_WORLD_SIZE"] == "5"
 
 
 def test_this_machine_has_memory(monkeypatch):

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from memwall_strategy.engine.capacity import machine_cores
 from tests.lightning.models import assert_close, make_net, train_plain
 from tests.ranks import ROOT
 
@@ -49,6 +50,7 @@ def kill(batch, batch_idx):
 module.train_dataloader = loader  # made in each process, when its rank is known
 module.on_train_batch_start = kill
 trainer.fit(module)
+assert os.environ["LOCAL_WORLD_SIZE"] == "2" and os.environ["OMP_NUM_THREADS"] == os.environ["EXPECTED_THREADS"]
 pathlib.Path(sys.argv[1], f"{{trainer.global_rank}}.json").write_text(json.dumps(module.losses))
 """
 
@@ -90,6 +92,9 @@ SCRIPTS = {
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen, Path]]]:
     """All scripts at once: most of their time goes into imports, on one core each."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):  # nobody chose: each rank gets its share of the machine
+        env.pop(name, None)
+    env["EXPECTED_THREADS"] = str(max(1, int(machine_cores() / 2)))
     running = {}
     for name, text in SCRIPTS.items():
         folder = tmp_path_factory.mktemp(name)
@@ -111,7 +116,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
 
 @pytest.mark.parametrize("name", ["lightning", "pytorch_lightning", "fabric"])
 def test_a_script_on_two_devices(started: dict[str, tuple[subprocess.Popen, Path]], name: str) -> None:
-    """The launcher starts the second rank, and both train to the plain loop's losses."""
+    """The launcher starts the second rank, and both train to the plain loop's losses; each knows of the other (CASES
+    11: threads and memory of the machine are shared)."""
     process, folder = started[name]
     code = process.wait(_TIMEOUT_S)
     assert code == 0, (folder / "log").read_text()[-8000:]
