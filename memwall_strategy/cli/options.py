@@ -217,6 +217,17 @@ class HardwareOptions:
     devices_per_machine: int | None = None
     """Devices that share the fast links. None: all of them."""
 
+    host_cores: float | None = None
+    """CPU cores of one machine, which its ranks share. None: as found here, within the CPU quota, where the plan is for
+    this machine."""
+
+    host_link_bytes_per_s: float | None = None
+    """Bytes that one device exchanges with the host per second, each way. None: measured in the run; which units step
+    on the host is then not planned."""
+
+    host_memory_bytes_per_s: float | None = None
+    """Bytes that all cores of one machine together read and write per second. None: its cores are the limit."""
+
     def __post_init__(self) -> None:
         if self.device is not None:
             _one_of("hardware.device", self.device, DEVICES)
@@ -228,7 +239,10 @@ class HardwareOptions:
                 )
             if not parse_size(self.device_memory, option="hardware.device_memory", available_bytes=_ENDLESS_BYTES):
                 raise ConfigError("hardware.device_memory=0 leaves no room. Write a size, or null for what is here.")
-        for name in ("fp32_flops", "bf16_flops", "fp16_flops", "link_bytes_per_s", "network_bytes_per_s"):
+        for name in (
+            "fp32_flops", "bf16_flops", "fp16_flops", "link_bytes_per_s", "network_bytes_per_s", "host_cores",
+            "host_link_bytes_per_s", "host_memory_bytes_per_s",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"hardware.{name}={value} must be above 0. For what is not known write null.")

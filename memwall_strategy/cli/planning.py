@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -9,10 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memwall_strategy.cli.host import arithmetic_of, desks_bytes, host_spec, units_on_host, weights_of
 from memwall_strategy.cli.options import HardwareOptions
 from memwall_strategy.cli.settings import Settings
-from memwall_strategy.config import check_entries, parse_size
-from memwall_strategy.core.block import Kind
+from memwall_strategy.config import check_entries, format_size, parse_size
+from memwall_strategy.core.block import Block, Kind
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.capacity import available_device_bytes
 from memwall_strategy.engine.host_modules import find_host_modules, without_host
@@ -23,6 +25,7 @@ from memwall_strategy.planner import (
     Budgets,
     ClusterSpec,
     HardwareSpec,
+    HostSpec,
     ModelSpec,
     OptimizerSpec,
     Plan,
@@ -45,8 +48,10 @@ from memwall_strategy.pool.budget import (
 )
 from memwall_strategy.pool.probe import unused_memory_bytes
 from memwall_strategy.pool.relief_plan import with_reliefs
-from memwall_strategy.pool.state_placement import Room, place_state
-from memwall_strategy.pool.state_plan import fixed_state_bytes, state_units, with_placement
+from memwall_strategy.pool.retention_plan import retained_bytes, units_for, with_retained
+from memwall_strategy.pool.state_placement import Room, StatePlacement, place_state
+from memwall_strategy.pool.state_plan import fixed_state_bytes, state_units
+from memwall_strategy.pool.state_relief import held_bytes
 
 _FLOPS = {"32-true": "fp32_flops", "bf16-true": "bf16_flops", "bf16-mixed": "bf16_flops", "16-mixed": "fp16_flops"}
 _COMPUTE_DTYPES = {"32-true": "float32", "bf16-true": "bfloat16", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
@@ -78,67 +83,136 @@ def plan_run(settings: Settings, module: nn.Module, optimizer: Optimizer, world:
     if pool.enabled:
         check_entries(pool, world)
         ranks = list(range(world)) if differs_by_rank(pool) else [0]
-    made = [_plan_rank(settings, model, cluster, optimizer, device, rank) for rank in ranks]
-    tightest = min(made, key=lambda each: (each.limit_bytes or UNKNOWN_BYTES) - each.peak_bytes)
-    return replace(tightest, bounds=_bounds(settings, model, cluster))
+    host = host_spec(settings, world, device)
+    made = [_RankPlan(settings, model, cluster, optimizer, device, host, rank) for rank in ranks]
+    tightest = min((each.made for each in made), key=lambda p: (p.limit_bytes or UNKNOWN_BYTES) - p.peak_bytes)
+    if retains_by_room(settings):
+        names = units_for(model, cluster, settings.trainer.precision, min(each.left_bytes for each in made))
+        if names:
+            tightest = min((each.retaining(names) for each in made), key=lambda p: p.limit_bytes - p.peak_bytes)
+    return replace(tightest, bounds=_bounds(settings, model, cluster, tightest.retained or ()))
 
 
-def _plan_rank(
-    settings: Settings, model: ModelSpec, cluster: ClusterSpec, optimizer: Optimizer, device: torch.device, rank: int
-) -> Plan:
-    """One rank's plan, with the values that the run will have."""
-    memwall, accumulate = settings.memwall, settings.trainer.accumulate_grad_batches
-    pool, overlap, precision = memwall.pool, memwall.overlap, settings.trainer.precision
-    spec = replace(OptimizerSpec.from_optimizer(optimizer), master=pool.enabled and pool.master != "none")
-    budget_bytes = None
-    if pool.enabled:
-        budget_bytes = device_budget_bytes(pool, device, rank, cluster.device_bytes)
-    early = steps_in_backward(overlap)
-    activations = _activations(settings)
-    made = plan(
-        model,
-        cluster,
-        Budgets(device_bytes=budget_bytes),
-        optimizer=spec,
-        precision=precision,
-        micro_batch=settings.text.batch_size if settings.text else 1,
-        accumulate=accumulate,
-        accumulate_how=memwall.accumulate,
-        activations=under_mode(activations, pool.activations) if activations and pool.enabled else activations,
-        **schedule_of(overlap, device.type),
-        gradients_in_forward=not early,
-        gradients=pool.gradients,
-        rank=rank % cluster.shard_ranks,
-    )
-    if early and accumulate == 1:
-        made = with_early_steps(made, model, cluster, overlap)
-    made = replace(made, rank=rank)
-    if budget_bytes is None:
-        return made
-    beside = bytes_beside(
-        model, cluster, precision=precision, accumulate=accumulate,
-        accumulate_how=memwall.accumulate, overlap=overlap, device_type=device.type, gradients=pool.gradients,
-    )  # fmt: skip
-    reserve = reserve_bytes(pool, budget_bytes)
-    units = state_units(model, cluster, spec, rank % cluster.shard_ranks, precision) if probe(optimizer).alone else []
-    unused = unused_memory_bytes() if settings.hardware == HardwareOptions() else UNKNOWN_BYTES
-    room = Room(
-        budget_bytes - reserve - beside - fixed_state_bytes(model) - made.resident.get(Kind.STAGING, 0),
-        max(0, host_budget_bytes(pool, rank, unused) - (made.resident[Kind.GRAD] if pool.gradients == "host" else 0)),
-        disk_budget_bytes(pool, rank),
-    )
-    there = range(len(units)) if pool.optimizer_on != "device" and device.type == "cpu" else ()
-    place = partial(place_state, units, slots=pool.optimizer_units, at_home=there)
-    try:
-        placement = place(room)
-    except ConfigError as error:
-        raise ConfigError(f"rank {rank}: {error}" if differs_by_rank(pool) else str(error)) from error
-    if pool.activations != "auto" or activations is None:
-        return with_placement(made, units, placement)
-    return with_reliefs(
-        made, units, placement, lambda size: place(replace(room, device_bytes=size)),
-        activations.at(made.micro_batch), reserve, offload=pool.host_budget is not None,
-    )  # fmt: skip
+def retains_by_room(settings: Settings) -> bool:
+    """Whether the run retains as many units' gathered weights as its budget leaves room for."""
+    pool = settings.memwall.pool
+    return pool.enabled and pool.retain == "auto" and pool.device_budget is not None
+
+
+class _RankPlan:
+    """One rank's plan, with the values that the run will have.
+
+    Attributes:
+        made: the plan.
+        left_bytes: of the budget, what neither the plan of a step nor the state takes; 0 without a budget.
+    """
+
+    def __init__(
+        self, settings: Settings, model: ModelSpec, cluster: ClusterSpec, optimizer: Optimizer,
+        device: torch.device, host: HostSpec, rank: int,
+    ) -> None:  # fmt: skip
+        self.settings, self.model, self.cluster, self.optimizer = settings, model, cluster, optimizer
+        self.device, self.host, self.rank = device, host, rank
+        self.pool, self.overlap = settings.memwall.pool, settings.memwall.overlap
+        self.precision = settings.trainer.precision
+        self.budget_bytes = None
+        if self.pool.enabled:
+            self.budget_bytes = device_budget_bytes(self.pool, device, rank, cluster.device_bytes)
+        master = self.pool.enabled and self.pool.master != "none"
+        self.spec = replace(OptimizerSpec.from_optimizer(optimizer), master=master)
+        self.activations = _activations(settings)
+        self.left_bytes = 0
+        every = self.pool.enabled and self.pool.retain == "all"
+        asked = retained_bytes(model, cluster, self.precision) if every else {}
+        made = replace(self._plan(tuple(asked)), retained=asked or None)
+        self.made = self._with_host(made, [], None, ()) if self.budget_bytes is None else self._budgeted(made, asked)
+
+    def retaining(self, names: Sequence[str]) -> Plan:
+        """The plan when these units stay gathered."""
+        retained = retained_bytes(self.model, self.cluster, self.precision, names)
+        return with_retained(self.made, self._plan(()), self._plan(names), retained)
+
+    def _plan(self, retained: Sequence[str]) -> Plan:
+        pool, accumulate, activations = self.pool, self.settings.trainer.accumulate_grad_batches, self.activations
+        early = steps_in_backward(self.overlap)
+        made = plan(
+            self.model,
+            self.cluster,
+            Budgets(device_bytes=self.budget_bytes),
+            optimizer=self.spec,
+            precision=self.precision,
+            micro_batch=self.settings.text.batch_size if self.settings.text else 1,
+            accumulate=accumulate,
+            accumulate_how=self.settings.memwall.accumulate,
+            activations=under_mode(activations, pool.activations) if activations and pool.enabled else activations,
+            **schedule_of(self.overlap, self.device.type),
+            gradients_in_forward=not early,
+            gradients=pool.gradients,
+            retained=retained,
+            rank=self.rank % self.cluster.shard_ranks,
+        )
+        if early and accumulate == 1:
+            made = with_early_steps(made, self.model, self.cluster, self.overlap)
+        return replace(made, rank=self.rank)
+
+    def _budgeted(self, made: Plan, asked: Mapping[str, int]) -> Plan:
+        """With state paged and reliefs, as far as the budget asks for them."""
+        pool, model, cluster, device = self.pool, self.model, self.cluster, self.device
+        shard_rank, master = self.rank % cluster.shard_ranks, pool.master != "none"
+        beside = bytes_beside(
+            model, cluster, precision=self.precision, accumulate=self.settings.trainer.accumulate_grad_batches,
+            accumulate_how=self.settings.memwall.accumulate, overlap=self.overlap, device_type=device.type,
+            gradients=pool.gradients,
+        )  # fmt: skip
+        reserve = reserve_bytes(pool, self.budget_bytes)
+        alone = probe(self.optimizer).alone
+        units = state_units(model, cluster, self.spec, shard_rank, self.precision) if alone else []
+        weights = weights_of(model, cluster, shard_rank, self.precision)
+        there = units_on_host(self.settings, self.optimizer, units, weights, self.host, device)
+        desks = 0
+        if device.type != "cpu":
+            desks = desks_bytes(
+                model, cluster, shard_rank, self.precision, there, master=master, desks=pool.optimizer_units
+            )
+        unused = unused_memory_bytes() if self.settings.hardware == HardwareOptions() else UNKNOWN_BYTES
+        on_host = desks + (made.resident[Kind.GRAD] if pool.gradients == "host" else 0)
+        fixed = fixed_state_bytes(model) + made.resident.get(Kind.STAGING, 0)
+        state_bytes = self.budget_bytes - reserve - beside - fixed
+        room = Room(
+            state_bytes - sum(asked.values()),
+            max(0, host_budget_bytes(pool, self.rank, unused) - on_host),
+            disk_budget_bytes(pool, self.rank),
+        )
+        place = partial(place_state, units, slots=pool.optimizer_units, at_home=there, split=device.type == "cpu")
+        try:
+            placement = place(room)
+        except ConfigError as error:
+            text = str(error)
+            if asked:
+                text = f"pool.retain='all' keeps {format_size(sum(asked.values()))} of gathered weights; {text}"
+            raise ConfigError(f"rank {self.rank}: {text}" if differs_by_rank(pool) else text) from error
+        made, placement = with_reliefs(
+            made, units, placement, lambda size: place(replace(room, device_bytes=size)), self._may_give_way(made),
+            reserve, offload=pool.host_budget is not None,
+        )  # fmt: skip
+        held = held_bytes(placement, {block: size for unit in units for block, size in unit.items()})
+        self.left_bytes = max(0, min(state_bytes - held, self.budget_bytes - reserve - made.peak_bytes))
+        return self._with_host(made, units, placement, there)
+
+    def _may_give_way(self, made: Plan) -> ActivationSpec:
+        """The activations that the run may recompute or offload when it is short."""
+        if self.pool.activations != "auto" or self.activations is None:
+            return ActivationSpec((), 0, made.micro_batch, "none")
+        return self.activations.at(made.micro_batch)
+
+    def _with_host(
+        self, made: Plan, units: Sequence[Mapping[Block, int]], placement: StatePlacement | None, there: Sequence[int]
+    ) -> Plan:
+        shard_rank = self.rank % self.cluster.shard_ranks
+        host = arithmetic_of(
+            self.model, self.cluster, shard_rank, self.optimizer, self.host, self.device, units, placement, there
+        )
+        return replace(made, host=host)
 
 
 def device_memory_bytes(settings: Settings, device: torch.device) -> int:
@@ -154,7 +228,9 @@ def peak_flops(settings: Settings) -> float | None:
     return getattr(settings.hardware, _FLOPS[settings.trainer.precision])
 
 
-def _bounds(settings: Settings, model: ModelSpec, cluster: ClusterSpec) -> StepBounds | None:
+def _bounds(
+    settings: Settings, model: ModelSpec, cluster: ClusterSpec, retained: Collection[str]
+) -> StepBounds | None:
     hardware, ours, text = settings.hardware, settings.model, settings.text
     spec = HardwareSpec(
         name=hardware.name,
@@ -183,6 +259,7 @@ def _bounds(settings: Settings, model: ModelSpec, cluster: ClusterSpec) -> StepB
         flops=flops,
         accumulate=settings.trainer.accumulate_grad_batches,
         accumulate_how=settings.memwall.accumulate,
+        retained=retained,
     )
 
 

@@ -2,6 +2,7 @@
 
 from memwall_strategy.planner.activations import ActivationSpec, gpt_activations
 from memwall_strategy.planner.bounds import HardwareSpec, StepBounds, bound_step, gpt_flops
+from memwall_strategy.planner.host import HostArithmetic, HostSpec, host_arithmetic
 from memwall_strategy.planner.memory_plan import plan
 from memwall_strategy.planner.plans import Plan
 from memwall_strategy.planner.specs import (
@@ -19,6 +20,8 @@ __all__ = [
     "Budgets",
     "ClusterSpec",
     "HardwareSpec",
+    "HostArithmetic",
+    "HostSpec",
     "ModelSpec",
     "OptimizerSpec",
     "ParameterSpec",
@@ -29,5 +32,6 @@ __all__ = [
     "bound_step",
     "gpt_activations",
     "gpt_flops",
+    "host_arithmetic",
     "plan",
 ]

@@ -7,6 +7,7 @@ so the step cannot be shorter than the longer of the two.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from memwall_strategy.planner.specs import ClusterSpec, ModelSpec, PrecisionSpec, UnitSpec, item_bytes
@@ -91,24 +92,24 @@ def bound_step(
     flops: float | None,
     accumulate: int,
     accumulate_how: str,
+    retained: Collection[str] = (),
 ) -> StepBounds:
     """The bounds of one rank's optimizer step.
 
     Args:
         flops: of one rank's step, all its micro-batches; None where they are not known.
-        accumulate, accumulate_how: as for ``plan``.
+        accumulate, accumulate_how, retained: as for ``plan``.
     """
     ranks, replicas = cluster.shard_ranks, cluster.replicate
     types = PrecisionSpec.named(precision)
     gathers = 0
-    for unit in model.units:
-        gathers += 2 * _bytes(unit, types.compute or types.storage)  # for the forward, and again for the backward
-    gathers += _bytes(model.root, types.compute or types.storage) if model.root else 0  # kept in between
-    every = [*model.units, *([model.root] if model.root else [])]
-    reductions = sum(_bytes(unit, types.reduce, trainable=True) for unit in every)
+    for unit in model.every_unit:  # for the forward, and again for the backward; a root's stay in between
+        times = 1 if unit.name in retained else accumulate * (1 if unit is model.root else 2)
+        gathers += times * _bytes(unit, types.compute or types.storage)
+    reductions = sum(_bytes(unit, types.reduce, trainable=True) for unit in model.every_unit)
     share = (ranks - 1) / ranks
     reduced = reductions * (accumulate if accumulate_how == "sharded" else 1)
-    in_shards = int(share * (gathers * accumulate + reduced))
+    in_shards = int(share * (gathers + reduced))
     across = int(2 * (replicas - 1) / replicas * reductions / ranks)  # replicas sum what each rank holds, once a step
     shard_rate, world_rate = hardware.rate(ranks), hardware.rate(cluster.world)
     seconds = _over(in_shards, shard_rate), _over(across, world_rate)

@@ -15,6 +15,9 @@ ELEMENTS_PER_CORE_S = {"fused": 0.95e9, "loop": 0.31e9, "foreach": 0.2e9}
 """Weights that one core steps per second: 1.9, 0.62 and 0.41 thousand million on two cores, by how AdamW is made
 (``fused=True``; torch's default on CPU; ``foreach=True``)."""
 
+KERNEL_BYTES = 28
+"""What AdamW reads and writes for each float32 weight: three tensors both ways, the gradient once."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostSpec:
@@ -25,17 +28,19 @@ class HostSpec:
         ranks: of this machine.
         threads: of each rank, where the user chose; None: its whole cores, at least one.
         link_bytes_per_s: that one device exchanges with the host, each way; None where it is not known.
+        memory_bytes_per_s: that all its cores together read and write; None: the cores are the limit.
     """
 
     cores: float | None = None
     ranks: int = 1
     threads: int | None = None
     link_bytes_per_s: float | None = None
+    memory_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name, lowest in (("cores", 0.0), ("ranks", 1), ("threads", 1), ("link_bytes_per_s", 0.0)):
+        for name in ("cores", "ranks", "threads", "link_bytes_per_s", "memory_bytes_per_s"):
             value = getattr(self, name)
-            if value is not None and (value < lowest or value == 0):
+            if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"HostSpec.{name}={value} must be above 0. For what is not known write None.")
 
     @property
@@ -45,6 +50,19 @@ class HostSpec:
             return None
         share = self.cores / self.ranks
         return min(share, self.threads or max(1, int(share)))
+
+    def elements_per_s(self, kernel: str = "fused") -> float | None:
+        """Weights that one rank steps per second.
+
+        Args:
+            kernel: a key of ``ELEMENTS_PER_CORE_S``.
+        """
+        if (cores := self.rank_cores) is None:
+            return None
+        rate = cores * ELEMENTS_PER_CORE_S[kernel]
+        if self.memory_bytes_per_s is None:
+            return rate
+        return min(rate, self.memory_bytes_per_s / self.ranks / KERNEL_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +103,6 @@ def host_arithmetic(elements: int, host: HostSpec, kernel: str = "fused") -> Hos
         host: of its machine.
         kernel: a key of ``ELEMENTS_PER_CORE_S``.
     """
-    cores = host.rank_cores
-    seconds = None if cores is None else elements / (cores * ELEMENTS_PER_CORE_S[kernel])
-    return HostArithmetic(elements, kernel, cores, host.cores, host.ranks, seconds)
+    rate = host.elements_per_s(kernel)
+    seconds = None if rate is None else elements / rate
+    return HostArithmetic(elements, kernel, host.rank_cores, host.cores, host.ranks, seconds)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from memwall_strategy.config import format_size
 from memwall_strategy.core.block import Kind, Phase
 from memwall_strategy.planner.bounds import StepBounds
+from memwall_strategy.planner.host import HostArithmetic
 
 KINDS = (
     Kind.PARAM, Kind.GRAD, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.OPTIMIZER, Kind.BUFFER, Kind.GATHERED, Kind.COMM,
@@ -40,6 +41,9 @@ class Plan:
         placed: tier -> bytes of optimizer state that rest off the device and are paged; None where nothing is.
         reliefs: what is expected to give way after the first steps -> bytes that it frees, in order; the peaks are
             those after it. None where nothing is.
+        retained: unit -> bytes of its gathered weights, of those that stay until the step's last backward; None where
+            none does.
+        host: what the optimizer's arithmetic takes on the host; None where there is none.
     """
 
     world: int
@@ -62,6 +66,8 @@ class Plan:
     bounds: StepBounds | None = None
     placed: Mapping[str, int] | None = None
     reliefs: Mapping[str, int] | None = None
+    retained: Mapping[str, int] | None = None
+    host: HostArithmetic | None = None
 
     @property
     def resident_bytes(self) -> int:
@@ -92,8 +98,8 @@ class Plan:
         rows = [["bytes per rank", *columns]]
         rows += [[str(kind), *(format_size(column.get(kind, 0)) for column in columns.values())] for kind in kinds]
         rows += [["total", *(format_size(sum(column.values())) for column in columns.values())]]
-        bounds = [self.bounds.text()] if self.bounds is not None else []
-        return "\n".join([self._title(), *align(rows), self._verdict(), *bounds])
+        notes = [each.text() for each in (self.bounds, self.host) if each is not None]
+        return "\n".join([self._title(), *align(rows), self._verdict(), *notes])
 
     def beside(self, measured: Mapping[str, Mapping[str, int]]) -> str:
         """A table of predicted beside measured highest bytes, per phase and kind.
@@ -133,6 +139,9 @@ class Plan:
         if self.reliefs:
             eased = ", ".join(f"{name} {format_size(size)}" for name, size in self.reliefs.items())
             notes += f"; expected to give way: {eased}"
+        if self.retained:
+            size = format_size(sum(self.retained.values()))
+            notes += f"; {len(self.retained)} of {self.units} units stay gathered ({size})"
         return f"{peak}: {verdict} ({notes})" + (f"\nadvice: {self.advice}" if self.advice else "")
 
 

@@ -20,6 +20,7 @@ from memwall_strategy.core.block import Tier
 from memwall_strategy.core.errors import ConfigError
 from memwall_strategy.engine.fsdp import local_tensor
 from memwall_strategy.engine.optimizer_parts import is_elementwise
+from memwall_strategy.planner.host import KERNEL_BYTES
 from memwall_strategy.pool.arena import PAGE_BYTES, aligned
 from memwall_strategy.pool.desks import can_step_on_host, desk_bytes
 from memwall_strategy.pool.device import DeviceStore
@@ -30,8 +31,6 @@ from memwall_strategy.pool.state_fields import UnitState
 from memwall_strategy.pool.table import AddressTable
 
 _KERNEL_ELEMENTS = 2**20
-_KERNEL_BYTES = 28
-"""What the fused AdamW reads and writes for each float32 weight: three tensors both ways, the gradient once."""
 _KERNEL_REPEATS = 5
 
 
@@ -78,7 +77,7 @@ def measure_costs(device: torch.device) -> Costs:
         start = time.perf_counter()
         optimizer.step()
         times.append(time.perf_counter() - start)
-    kernel = Rate(0.0, _KERNEL_ELEMENTS * _KERNEL_BYTES / statistics.median(times))
+    kernel = Rate(0.0, _KERNEL_ELEMENTS * KERNEL_BYTES / statistics.median(times))
     return Costs(rates[Tier.HOST, Tier.DEVICE], rates[Tier.DEVICE, Tier.HOST], kernel)
 
 
@@ -108,15 +107,7 @@ def units_at_home(
             found.append(frozenset())
             continue
         if device.type != "cpu":
-            why = can_step_on_host(optimizer)
-            if not why and not is_elementwise(optimizer):
-                why = "it looks at a whole parameter, of which a rank's host has a part"
-            if why and where == "host":
-                raise ConfigError(
-                    f"pool.optimizer_on='host': {type(optimizer).__name__} cannot be stepped on the host: {why}. Set "
-                    "pool.optimizer_on='auto', or use AdamW with its default options."
-                )
-            if why:
+            if not may_step_on_host(optimizer, where):
                 found.append(frozenset())
                 continue
             if where == "auto":
@@ -124,6 +115,26 @@ def units_at_home(
                 its = [unit for unit in its if cheaper_on_host(sum(unit.sizes().values()), _weight_bytes(unit), costs)]
         found.append(frozenset(unit.name for unit in its))
     return found
+
+
+def may_step_on_host(optimizer: Optimizer, where: str) -> bool:
+    """Whether an optimizer whose weights are on another device can be stepped on the host.
+
+    Args:
+        where: ``PoolConfig.optimizer_on``.
+
+    Raises:
+        ConfigError: ``where="host"`` and it cannot.
+    """
+    why = can_step_on_host(optimizer)
+    if not why and not is_elementwise(optimizer):
+        why = "it looks at a whole parameter, of which a rank's host has a part"
+    if why and where == "host":
+        raise ConfigError(
+            f"pool.optimizer_on='host': {type(optimizer).__name__} cannot be stepped on the host: {why}. Set "
+            "pool.optimizer_on='auto', or use AdamW with its default options."
+        )
+    return not why
 
 
 def staging_on_host(units: Iterable[UnitState], at_home: frozenset[str], *, master: bool, desks: int) -> int:

@@ -23,8 +23,8 @@ def with_reliefs(
     reserve_bytes: int,
     *,
     offload: bool,
-) -> Plan:
-    """The plan after everything gave way that has to, in the run's order.
+) -> tuple[Plan, StatePlacement]:
+    """The plan after everything gave way that has to, in the run's order; and the state's placement then.
 
     Args:
         made: with all state on the device and all activations kept.
@@ -48,14 +48,22 @@ def with_reliefs(
         if smaller is not None and (gone := held - held_bytes(smaller, sizes)) > 0:
             freed["optimizer state"] = gone
             missing -= gone
-            now = with_placement(made, units, smaller)
+            now, placement = with_placement(made, units, smaller), smaller
     for name, gone in _activations(activations, missing, offload=offload):
         freed[name] = gone
-        now = _without(now, gone)
+        now = _without(now, Kind.ACTIVATION, gone)
+    missing = now.peak_bytes - now.limit_bytes + max(0, reserve_bytes - freed.get("reserve", 0))
+    stay = dict(now.retained or {})
+    for unit in now.retained or () if missing > 0 else ():  # the first ones first
+        if missing > 0:
+            gone = stay.pop(unit)
+            now, missing = _without(now, Kind.GATHERED, gone), missing - gone
+            freed["gathered weights"] = freed.get("gathered weights", 0) + gone
     if not freed:
-        return now
+        return now, placement
+    now = replace(now, retained=stay or None)
     fits = now.peak_bytes <= now.limit_bytes
-    return replace(now, reliefs=freed, fits=fits, advice=None if fits else now.advice)
+    return replace(now, reliefs=freed, fits=fits, advice=None if fits else now.advice), placement
 
 
 def _activations(spec: ActivationSpec, missing: int, *, offload: bool) -> list[tuple[str, int]]:
@@ -74,11 +82,11 @@ def _activations(spec: ActivationSpec, missing: int, *, offload: bool) -> list[t
     return found
 
 
-def _without(made: Plan, activation_bytes: int) -> Plan:
-    """So many bytes of activations less, wherever there are as many."""
+def _without(made: Plan, what: Kind, nbytes: int) -> Plan:
+    """So many bytes of a kind less, wherever there are as many."""
 
     def less(kinds: Mapping[str, int]) -> dict[str, int]:
-        return {kind: max(0, n - activation_bytes) if kind == Kind.ACTIVATION else n for kind, n in kinds.items()}
+        return {kind: max(0, n - nbytes) if kind == what else n for kind, n in kinds.items()}
 
     return replace(
         made,

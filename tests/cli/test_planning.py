@@ -63,3 +63,84 @@ def test_paged_state_leaves_the_device() -> None:
     moved = sum(whole.resident[kind] - made.resident[kind] for kind in ("exp_avg", "exp_avg_sq"))
     assert moved == made.placed["host"]
     assert made.resident["staging"] > 0 and "optimizer state paged" in made.table()
+
+
+# -- gathered weights that stay --
+
+
+def test_retained_weights_are_in_the_plan_and_out_of_the_states_room() -> None:
+    free, _ = plan_of("pool.retain=none", base=SMALL[:1])
+    every, _ = plan_of("pool.retain=all", base=SMALL[:1])
+    whole = sum(every.retained.values())
+    assert free.retained is None and len(every.retained) == 5
+    assert every.kind_peaks["forward"]["gathered"] == every.kind_peaks["backward"]["gathered"] == whole
+    assert every.peak_bytes > free.peak_bytes and "5 of 5 units stay gathered" in every.table()
+    tight = ("pool.optimizer_on=device", "pool.activations=recompute", "pool.device_budget=60MiB")
+    less, more = (plan_of(f"pool.retain={how}", *tight, base=SMALL[:1])[0] for how in ("all", "none"))
+    assert less.fits and more.fits and less.placed["host"] > 0 and more.placed is None
+    with pytest.raises(ConfigError, match=r"pool\.retain='all' keeps 12\.\d MiB of gathered weights; device tier"):
+        plan_of("pool.retain=all", "pool.device_budget=33MiB", "pool.optimizer_on=device", base=SMALL[:1])
+
+
+def test_what_the_budget_leaves_is_retained_the_last_units_first() -> None:
+    found = []
+    for budget in ("104MiB", "108MiB", "112MiB", "1GiB"):
+        made, _ = plan_of(f"pool.device_budget={budget}", base=SMALL[:1])
+        found.append([name for name in made.retained or () if name != "root"])
+        assert made.fits and made.peak_bytes <= made.limit_bytes
+        same, _ = plan_of(f"pool.device_budget={budget}", "pool.retain=none", base=SMALL[:1])
+        assert made.resident == same.resident and made.peak_bytes >= same.peak_bytes
+    assert [len(names) for names in found] == [0, 1, 2, 4]
+    assert found[1] == ["model.blocks.3"] and found[2] == ["model.blocks.2", "model.blocks.3"]
+    without, _ = plan_of(base=SMALL[:1])
+    assert without.retained is None, "no budget, no room to speak of"
+
+
+def test_when_nothing_else_is_left_retained_weights_give_way() -> None:
+    made, _ = plan_of("pool.retain=all", "pool.device_budget=50MiB", "data.seq_len=512", base=SMALL[:1])
+    assert list(made.reliefs) == ["optimizer state", "recompute", "gathered weights"]
+    assert 0 < len(made.retained or ()) < 5 and made.fits == (made.peak_bytes <= made.limit_bytes)
+
+
+# -- arithmetic on the host --
+
+
+def test_the_plan_says_what_the_optimizer_takes_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CASES 11."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    on = {cores: plan_of("trainer.devices=2", f"hardware.host_cores={cores}")[0] for cores in (0.5, 2, 8)}
+    seconds = {cores: made.host.seconds for cores, made in on.items()}
+    assert seconds[2] == pytest.approx(seconds[8] * 4) and seconds[0.5] == pytest.approx(seconds[2] * 4)
+    assert "s on 4 of the machine's 8 cores (2 ranks share them)" in on[8].table() and '"host"' in on[8].to_json()
+    elements = on[2].host.elements
+    assert elements == pytest.approx(on[2].parameters / 2, rel=0.01) and on[2].host.kernel == "fused"
+    slow, _ = plan_of("trainer.devices=2", "hardware.host_cores=2", "optimizer.fused=false")
+    assert slow.host.kernel == "loop" and slow.host.seconds > seconds[2]
+    monkeypatch.setattr("memwall_strategy.cli.host.machine_cores", lambda: 1.5)
+    here, _ = plan_of("trainer.devices=2")
+    assert here.host.cores == 0.75 and here.host.machine_cores == 1.5, "the quota of this machine"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,2")
+    assert plan_of("trainer.devices=1")[0].host.cores == 1
+
+
+CARD = ("hardware=a100_80g", "pool.activations=recompute", "pool.host_budget=16GiB", "trainer.devices=2")
+
+
+def plan_on_card(*overrides: str) -> Plan:
+    settings = check(compose_run([*SMALL[:1], *CARD, *overrides]))
+    module, tried = build_module(settings)
+    return plan_run(settings, module, tried, world=2, device=torch.device("cuda"))
+
+
+def test_units_step_on_the_host_where_that_is_cheaper() -> None:
+    """CASES 11: with few cores the state travels, with many the arithmetic stays with it."""
+    tight = ("pool.device_budget=33MiB", "trainer.precision=bf16-true", "pool.master=float32")
+    few, many = (plan_on_card(*tight, f"hardware.host_cores={cores}") for cores in (2, 128))
+    assert few.host is None and few.placed["host"] > 0 and few.resident["staging"] > many.resident["staging"]
+    assert many.host.elements > 0 and many.host.kernel == "fused" and many.host.cores == 64
+    forced = plan_on_card(*tight, "hardware.host_cores=2", "pool.optimizer_on=host")
+    assert forced.resident == many.resident and forced.host.seconds > 2 * many.host.seconds
+    unknown = plan_on_card(*tight, "hardware.host_cores=null", "pool.optimizer_on=host")
+    assert unknown.host.seconds is None and "set hardware.host_cores" in unknown.table()
+    assert plan_on_card("pool.device_budget=1GiB").host is None
+    assert plan_on_card(*tight, "pool.optimizer_on=device").host is None

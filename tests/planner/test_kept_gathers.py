@@ -60,11 +60,45 @@ def measure(rank: int, world: int) -> list[dict[str, Any]]:
                 "unit": max(unit.numel for unit in runtime.model_spec.units) * 4 + 64,
             })  # fmt: skip
             runtime.close()
+        found.append(fills_the_room(world))
     return found
+
+
+def fills_the_room(world: int) -> dict[str, Any]:
+    """A run whose budget has room for some units: which it retains, and which its plan would."""
+    from memwall_strategy.engine.sharding import data_parallel_mesh
+    from memwall_strategy.pool.beside import SMALL_STATE_BYTES
+    from memwall_strategy.pool.retention_plan import retained_bytes, units_for
+    from memwall_strategy.runtime import Runtime
+
+    told: list[dict[str, Any]] = []
+    spec = ModelSpec.from_module(GPT(), BLOCKS)
+    whole = plan(spec, ClusterSpec(world), accumulate=2, **schedule_of(OverlapConfig(), "cpu"))
+    budget = whole.peak_bytes + SMALL_STATE_BYTES * len(spec.parameters) + 12_000  # one block of 7,536 bytes
+    config = MemwallConfig(pool=PoolConfig(device_budget=budget, activations="keep"), unit_classes=("Block",))
+    runtime = Runtime(config, mesh=data_parallel_mesh("cpu", world, 1))
+    runtime.events.subscribe(lambda e: told.append(e.fields) if e.kind == "retention_changed" else None)
+    model = runtime.setup(GPT())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    runtime.add_optimizers([optimizer])
+    for _ in range(5):
+        runtime.step([model.batch()], lambda x: model(x).float().square().mean(), optimizer)
+    assert runtime.model_spec == spec
+    cluster = ClusterSpec(world)
+    planned = units_for(spec, cluster, "32-true", told[-1]["room_bytes"])
+    sizes = retained_bytes(spec, cluster, "32-true", planned)
+    runtime.close()
+    return {
+        "retained": sorted(told[-1]["units"]), "planned": sorted(planned),
+        "bytes": [told[-1]["gathered_bytes"], sum(sizes.values())],
+    }  # fmt: skip
 
 
 def test_what_a_run_holds_is_what_its_plan_says() -> None:
     for results in run_ranks(measure, 2):
+        filled = results.pop()
+        assert filled["retained"] == filled["planned"] and 0 < len(filled["planned"]) < 4, filled
+        assert filled["bytes"][0] == filled["bytes"][1]
         assert len(results) == len(RUNS)
         for case, result in zip(RUNS, results, strict=True):
             shared = case[-1] == {}

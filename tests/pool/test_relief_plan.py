@@ -54,7 +54,7 @@ def planned(
     def place(size: int):
         return place_state(units, Room(size, host), slots=2)
 
-    return with_reliefs(made, units, placement, place, activations, reserve, offload=offload)
+    return with_reliefs(made, units, placement, place, activations, reserve, offload=offload)[0]
 
 
 def test_the_cheapest_gives_way_first_and_no_more_than_must() -> None:

@@ -1,4 +1,4 @@
-"""Paged state in a plain loop: micro-batches and clipping, no new memory in the hot path, checkpoints, saving's memory."""
+"""Paged state in a plain loop: micro-batches and clipping, no new memory in the hot path, resuming, saving's memory."""
 
 from __future__ import annotations
 
