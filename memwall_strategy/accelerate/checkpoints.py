@@ -171,10 +171,11 @@ class CheckpointMethods:
     # -- weights --
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict in the first rank's host memory; empty on the others. For all ranks together."""
+        """A copy of the whole state dict in the first rank's host memory, which later steps do not change; empty on the
+        others. For all ranks together."""
         state = collect_model(compiled_from(model))
         whole: dict[str, Any] = {}
-        gather(state.tensors, whole.__setitem__ if self.is_main_process else None)
+        gather(state.tensors, whole.__setitem__ if self.is_main_process else None, own=True)
         if self.is_main_process:
             whole |= {alias: whole[name] for alias, name in state.aliases.items()} | state.objects
         return whole

@@ -265,3 +265,42 @@ def test_weights_alone(here: Here) -> None:
     merged = {name: tensor for part in parts for name, tensor in load_file(part).items()}
     assert len(parts) > 1 and all(torch.equal(tensor, wanted[name]) for name, tensor in merged.items())
     acc.free_memory()
+
+
+class WithStatistics(nn.Module):
+    """Sharded weights, and buffers that no rank shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x))
+
+
+def snapshot_holds(here: Here) -> None:
+    acc = make_accelerator()
+    net = WithStatistics()
+    model, optimizer = acc.prepare(net, make_optimizer(net.parameters()))
+    state = acc.get_state_dict(model)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    acc.backward(model(torch.randn(4, 5)).square().sum())
+    optimizer.step()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            getattr(tensor, "_local_tensor", tensor).zero_()
+    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    assert (len(state) == 7) == (here.rank == 0)
+    acc.free_memory()
+
+
+@on_ranks(2)
+def test_a_state_dict_does_not_change_with_later_steps(here: Here) -> None:
+    """CASES 10: weights and running statistics."""
+    snapshot_holds(here)
+
+
+@on_ranks(1)
+def test_on_one_rank_neither(here: Here) -> None:
+    """CASES 10: where nothing has to be gathered."""
+    snapshot_holds(here)

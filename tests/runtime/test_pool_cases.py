@@ -1,4 +1,4 @@
-"""Paged state in a plain loop: micro-batches and clipping, no new memory in the hot path, resuming, saving's memory."""
+"""Paged state in a plain loop: micro-batches and clipping, no new memory in the hot path, resuming."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ from tests.ranks import process_group, run_ranks
 
 WHERE = ("device", "host", "disk")
 STEPS = 3
-BLOCK_BYTES = 4 << 20
-BLOCKS = 6
-SLACK_BYTES = 6 << 20
-"""Python, the index, file buffers."""
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 
 
 class Net(nn.Module):
@@ -176,7 +171,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
 
 
 def test_micro_batches_and_both_clippings_are_one_batch(two: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Cases 5 and 6: whatever the placement, as a plain loop over whole batches."""
+    """CASES 5 and 6: whatever the placement, as a plain loop over whole batches."""
     torch.manual_seed(1)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
@@ -200,7 +195,7 @@ def test_micro_batches_and_both_clippings_are_one_batch(two: tuple[Path, list[di
 
 
 def test_nothing_is_mapped_after_the_second_step(two: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Case 9."""
+    """CASES 9, by the pool's own count; from outside: tests/lightning/test_pool_hot_path.py."""
     for result in two[1]:
         for where, (before, after) in result["mapped"].items():
             assert (before > 0) == (where != "device") and after == 0, (where, before, after)
@@ -208,7 +203,7 @@ def test_nothing_is_mapped_after_the_second_step(two: tuple[Path, list[dict[str,
 
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_two_ranks_resume_as_any_number(two: tuple[Path, list[dict[str, Any]]], world: int) -> None:
-    """Case 22, paged or not, on both sides."""
+    """CASES 22, paged or not, on both sides."""
     folder, results = two
     saved = results[0]["saved"]
     assert saved["device"] == saved["host"] == saved["disk"]
@@ -216,33 +211,3 @@ def test_two_ranks_resume_as_any_number(two: tuple[Path, list[dict[str, Any]]], 
         for path, (first, second) in found.items():
             assert first == saved["device"][0], path
             assert second == pytest.approx(saved["device"][1], rel=1e-6), path
-
-
-# -- memory of saving --
-
-
-def rise_while_saving(rank: int, world: int, folder: str) -> dict[str, int]:
-    with process_group():
-        width = int((BLOCK_BYTES // 4) ** 0.5) - 1
-        runtime, optimizer = start("disk", folder, world, layers=BLOCKS, width=width)
-        runtime.step([batch_of(0, width)], lambda x: loss_of(runtime.model, x), optimizer)
-        state = rests(runtime)
-        Path("/proc/self/clear_refs").write_text("5")  # a new peak of resident memory
-        before = peak_bytes()
-        with Checkpointer(runtime.model, [optimizer]) as checkpointer:
-            checkpointer.save(Path(folder) / "large", {}, 1)
-        rise = peak_bytes() - before
-        runtime.close()
-    return {"rise": rise, "state": state["disk"]}
-
-
-def peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
-
-
-def test_saving_state_on_disk_takes_one_block(tmp_path: Path) -> None:
-    """Case 12: resident memory rises by one block, and not by the state."""
-    (found,) = run_ranks(rise_while_saving, 1, folder=str(tmp_path), env=MALLOC)
-    assert found["state"] > 1.9 * BLOCKS * BLOCK_BYTES
-    assert found["rise"] < BLOCK_BYTES + SLACK_BYTES, found

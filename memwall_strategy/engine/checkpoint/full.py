@@ -29,6 +29,7 @@ from memwall_strategy.engine.checkpoint.ranks import Ranks
 from memwall_strategy.engine.checkpoint.rng import capture_rng
 from memwall_strategy.engine.checkpoint.save import start_partial, write_payload
 from memwall_strategy.engine.checkpoint.storage import FileReader
+from memwall_strategy.engine.fsdp import local_tensor
 
 OWN_KEY = "memwall"
 """Key of a full file for what Lightning's layout has no place for: step, world size, generators of all ranks."""
@@ -58,26 +59,36 @@ def save_full(
         raise
 
 
-def gather(tensors: Mapping[str, Tensor], take: Callable[[str, Tensor], object] | None) -> None:
+def gather(
+    tensors: Mapping[str, Tensor], take: Callable[[str, Tensor], object] | None, *, own: bool = False
+) -> None:
     """Gather each tensor on all ranks, one at a time (collective), and give it to ``take``, in host memory.
 
     A failure of ``take`` is raised when all are gathered: the other ranks are in the same collectives.
 
     Args:
         take: None on ranks that keep nothing.
+        own: what ``take`` gets shares no memory with a live tensor, so that it may be kept while training goes on.
     """
     failed: Exception | None = None
     for key, tensor in tensors.items():
+        live = local_tensor(tensor)
         tensor = resident(tensor)
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if take is not None and failed is None:
             try:
-                take(key, whole.detach().cpu())
+                whole = whole.detach().cpu()
+                take(key, whole.clone() if own and _shares_memory(whole, live) else whole)
             except Exception as error:  # noqa: BLE001 - raised below
                 failed = error
-        del whole
+        del whole, live
     if failed is not None:
         raise failed
+
+
+def _shares_memory(tensor: Tensor, live: Tensor) -> bool:
+    """On CPU what is not sharded, or on one rank, is gathered without a copy."""
+    return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == live.untyped_storage().data_ptr()
 
 
 def own_part(step: int, world_size: int, rng: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
