@@ -104,13 +104,14 @@ class HostGradients:
         if not self.wanted:
             return
         parameters, staging = _trainable(runtime), _staging_bytes(runtime)
-        needed = room_bytes(_sizes(parameters, unit_of)) + aligned(staging, PAGE_BYTES)
+        sizes = _sizes(parameters, unit_of)
+        needed = room_bytes(sizes) + aligned(staging, PAGE_BYTES)
         if needed > (there := tiers.host_budget_bytes()):
             raise ConfigError(
                 f"pool.gradients='host' takes {format_size(needed)} of host memory on this rank, pool.host_budget "
                 f"allows {format_size(there)}. Raise it, or use pool.gradients='device'."
             )
-        tiers.make_room(Tier.HOST, needed)
+        tiers.make_room(Tier.HOST, needed, longest_bytes=max(_longest_bytes(sizes), staging))
         pool = self._pool = tiers.pool
         self._tiers, self._unit_of = tiers, unit_of
         host = pool.stores[Tier.HOST]
@@ -144,7 +145,8 @@ class HostGradients:
         if not self.active or not (fresh := [p for p in self._frozen if p.requires_grad]):
             return
         self._frozen = [p for p in self._frozen if not p.requires_grad]
-        self._tiers.make_room(Tier.HOST, room_bytes(_sizes(fresh, self._unit_of)))
+        sizes = _sizes(fresh, self._unit_of)
+        self._tiers.make_room(Tier.HOST, room_bytes(sizes), longest_bytes=_longest_bytes(sizes))
         self._seat(fresh)
 
     def close(self) -> None:
@@ -311,6 +313,10 @@ def room_bytes(sizes: dict[str, dict[Block, int]]) -> int:
     """What an arena holds for units whose blocks lie together, whole pages each."""
     rule = Arena(0)
     return sum(aligned(sum(map(rule.held, blocks.values())), PAGE_BYTES) for blocks in sizes.values())
+
+
+def _longest_bytes(sizes: dict[str, dict[Block, int]]) -> int:
+    return max((room_bytes({unit: blocks}) for unit, blocks in sizes.items()), default=0)
 
 
 def _staging_bytes(runtime: Runtime) -> int:

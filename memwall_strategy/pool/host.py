@@ -36,6 +36,9 @@ class HostStore(MemoryStore):
     Raises:
         ConfigError: more than is unused now, or the driver does not register it, or a node that was asked for cannot
             be bound.
+
+    Attributes:
+        regions: the books of its arenas, in the order in which they are tried.
     """
 
     tier = Tier.HOST
@@ -51,6 +54,7 @@ class HostStore(MemoryStore):
     ) -> None:
         super().__init__(table, Copier(device))
         self._on = on
+        self.regions: list[Arena] = []
         self._registered: list[int] = []
         self._closed = False
         try:
@@ -78,10 +82,7 @@ class HostStore(MemoryStore):
                 f"pool.host_budget={format_size(capacity_bytes)} is above the {format_size(unused)} of memory that are "
                 f"unused now. Lower it, or give pool.disk_budget the rest."
             )
-        found = list(nodes() if self._on is None else self._on)
-        if self._on is None and (why := why_unbound(found)):
-            tell_once(f"host memory is one arena, from whichever NUMA nodes the kernel takes: {why}")
-            found = [Node(0, 1)]
+        found = list(_bindable() if self._on is None else self._on)
         shares = _shares(capacity_bytes // mmap.PAGESIZE, [node.memory_bytes for node in found])
         part = len(self._arenas) // len(found)
         maps: dict[str, Mapping] = {}
@@ -97,7 +98,8 @@ class HostStore(MemoryStore):
 
     def _add(self, maps: dict[str, Mapping]) -> None:
         for name, mapping in maps.items():
-            self.table.add_arena(self.tier, name, Arena(mapping.nbytes))
+            self.regions.append(Arena(mapping.nbytes))
+            self.table.add_arena(self.tier, name, self.regions[-1])
             self._arenas[name] = mapping.bytes
 
     @property
@@ -124,6 +126,19 @@ class HostStore(MemoryStore):
     def _unregister(self) -> None:
         while self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
+
+
+def arena_count() -> int:
+    """Arenas that a host tier is mapped in: one for each NUMA node."""
+    return len(_bindable())
+
+
+def _bindable() -> list[Node]:
+    found = list(nodes())
+    if why := why_unbound(found):
+        tell_once(f"host memory is one arena, from whichever NUMA nodes the kernel takes: {why}")
+        return [Node(0, 1)]
+    return found
 
 
 def _shares(pages: int, sizes: Sequence[int]) -> list[int]:

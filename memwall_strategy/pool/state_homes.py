@@ -10,6 +10,7 @@ leave the device first, so that no more than one block is ever there twice.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -21,7 +22,7 @@ from memwall_strategy.core.block import Block, Placement, Tier
 from memwall_strategy.core.errors import BlockError, MemwallError, PoolFull
 from memwall_strategy.engine.fsdp import local_tensor
 from memwall_strategy.engine.quantised import is_quantised, with_parts
-from memwall_strategy.pool.arena import GRANULE_BYTES, LARGE_BYTES, PAGE_BYTES, Arena, aligned
+from memwall_strategy.pool.arena import GRANULE_BYTES, LARGE_BYTES, PAGE_BYTES, Arena, Region, aligned
 from memwall_strategy.pool.device import ENGINE
 from memwall_strategy.pool.host_units import book, unbook
 from memwall_strategy.pool.state_fields import StateField, UnitState
@@ -349,3 +350,23 @@ def group_bytes(sizes: Iterable[int]) -> int:
     """What an arena holds for blocks that lie together: large ones on pages, small ones behind them."""
     rule = Arena(0)
     return aligned(sum(rule.held(size) for size in sizes), PAGE_BYTES)
+
+
+def packed_bytes(groups: Iterable[Sequence[int]]) -> int:
+    """What an empty arena needs for groups of blocks that are booked one after the other, to the page."""
+    groups = list(groups)
+    trial = Arena(sum(group_bytes(sizes) + PAGE_BYTES for sizes in groups))
+    return aligned(max((_book(trial, sizes).end for sizes in groups), default=0), PAGE_BYTES)
+
+
+def left_over(groups: Iterable[Sequence[int]], arenas: Iterable[Arena]) -> list[Sequence[int]]:
+    """The groups that find no room in one piece, where they are booked one after the other; the arenas stay as they
+    are."""
+    trials = [copy.deepcopy(arena) for arena in arenas]
+    return [sizes for sizes in groups if all(_book(trial, sizes) is None for trial in trials)]
+
+
+def _book(arena: Arena, sizes: Sequence[int]) -> Region | None:
+    """As ``AddressTable.allocate_group`` does it."""
+    held = sum(arena.held(size) for size in sizes)
+    return arena.allocate(held, max((arena.alignment(size) for size in sizes), default=None), pad=False)

@@ -16,11 +16,11 @@ from memwall_strategy.pool.arena import PAGE_BYTES, BookedArena, aligned
 from memwall_strategy.pool.budget import disk_budget_bytes, host_budget_bytes, reserve_bytes
 from memwall_strategy.pool.device import ENGINE, DeviceStore
 from memwall_strategy.pool.disk import CHUNK_BYTES, WORKERS, DiskStore
-from memwall_strategy.pool.host import HostStore
+from memwall_strategy.pool.host import HostStore, arena_count
 from memwall_strategy.pool.pool import Pool
 from memwall_strategy.pool.probe import unused_memory_bytes
 from memwall_strategy.pool.reserve import Reserve
-from memwall_strategy.pool.state_homes import group_bytes
+from memwall_strategy.pool.state_homes import group_bytes, left_over, packed_bytes
 from memwall_strategy.pool.store import Store
 from memwall_strategy.pool.table import AddressTable
 
@@ -76,14 +76,19 @@ class Tiers:
         if Tier.DEVICE not in self.stores:
             self._add(DeviceStore(self._table, self.capacity_bytes, device=self._runtime.device, joins=True))
 
-    def make_room(self, tier: Tier, nbytes: int) -> None:
+    def make_room(self, tier: Tier, nbytes: int, *, longest_bytes: int | None = None) -> None:
         """Map so much more of a tier.
+
+        Args:
+            tier: which.
+            nbytes: of all that is to lie there.
+            longest_bytes: of the longest that lies in one piece; all of it where None.
 
         Raises:
             ConfigError: the disk tier has the size that it was opened with.
         """
         if tier is Tier.HOST:
-            self._more_host(_pages(nbytes))
+            self._more_host(_pages(nbytes) + self._lost_between(nbytes if longest_bytes is None else longest_bytes))
             return
         raise ConfigError(
             f"optimizer state that came after the start needs {format_size(nbytes)} more on disk, whose file was made "
@@ -108,23 +113,36 @@ class Tiers:
         Raises:
             ConfigError: the disk tier is open, and too small.
         """
-        wanted = {
-            tier: sum(
-                group_bytes([n for b, n in unit.items() if homes[b] is tier and not self._is_in(b, tier)])
-                for unit in units
-            )
+        groups = {
+            tier: [[n for b, n in unit.items() if homes[b] is tier and not self._is_in(b, tier)] for unit in units]
             for tier in (Tier.HOST, Tier.DISK)
         }
-        free = {tier: self._table.free_bytes(tier) if tier in self.stores else 0 for tier in wanted}
-        on_disk = wanted[Tier.DISK] - free[Tier.DISK]
+        host = self.stores.get(Tier.HOST)
+        if isinstance(host, HostStore):
+            with self._table.frozen():
+                free, all_ = self._table.free_bytes(Tier.HOST), groups[Tier.HOST]
+                groups[Tier.HOST] = left_over(all_, host.regions)
+            free -= sum(map(group_bytes, all_)) - sum(map(group_bytes, groups[Tier.HOST]))
+            staging_bytes = max(0, staging_bytes - max(0, free))
+        longest = [*map(group_bytes, groups[Tier.HOST]), staging_bytes]
+        # What is staged may come between two optimizers' groups; else it is known how these lie.
+        on_host = sum(map(group_bytes, groups[Tier.HOST])) if staging_bytes else packed_bytes(groups[Tier.HOST])
+        on_disk = sum(map(group_bytes, groups[Tier.DISK]))
         if on_disk > 0 and Tier.DISK in self.stores:
-            self.make_room(Tier.DISK, on_disk)
+            on_disk -= self._table.free_bytes(Tier.DISK)
+            if on_disk > 0:
+                self.make_room(Tier.DISK, on_disk)
         if on_disk > 0:
             staging_bytes += (WORKERS + 1) * CHUNK_BYTES
-        if (on_host := wanted[Tier.HOST] + staging_bytes - free[Tier.HOST]) > 0:
-            self._more_host(_pages(on_host))
+            longest.append(CHUNK_BYTES)
+        if (more := _pages(on_host + staging_bytes + self._lost_between(max(longest)))) > 0:
+            self._more_host(more)
         if on_disk > 0:
             self._add(DiskStore(self._table, _pages(on_disk), self._folder(), host=self.stores[Tier.HOST]))
+
+    def _lost_between(self, longest_bytes: int) -> int:
+        """What lies in one piece lies in one arena: what is left at the ends of the others may be too short for it."""
+        return (arena_count() - 1) * _pages(longest_bytes)
 
     def _is_in(self, block: Block, tier: Tier) -> bool:
         return block in self._table and self._table.locate(block).tier is tier

@@ -42,12 +42,15 @@ def batch_of(number: int, width: int = 37) -> torch.Tensor:
     return torch.randn(8, width, generator=torch.Generator().manual_seed(number))
 
 
-def start(where: str, folder: str, world: int, *, accumulate: str = "sharded", **sizes: int) -> tuple[Runtime, Any]:
+def start(
+    where: str, folder: str, world: int, *, accumulate: str = "sharded", gradients: str = "device", **sizes: int
+) -> tuple[Runtime, Any]:
     """A runtime whose optimizer state rests there, all of it, and its optimizer."""
     budget = None if where == "device" else least_budget(world, accumulate, **sizes)
     pool = PoolConfig(
         device_budget=budget, host_budget=0 if where == "disk" else "64MiB", optimizer_on="device", activations="keep",
         disk_budget="256MiB" if where == "disk" else 0, disk_path=folder if where == "disk" else None,
+        gradients=gradients,
     )  # fmt: skip
     return build(pool, world, accumulate, **sizes)
 
