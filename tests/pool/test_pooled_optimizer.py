@@ -379,3 +379,53 @@ def test_units_without_a_gradient_are_left_out(tmp_path: Path) -> None:
                 its_net.head(x).square().mean().backward()
                 its.step()
         assert_same(plain.state_dict(), optimizer.state_dict())
+
+
+RATES: dict[str, Any] = {
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 4], 0.5),
+    "ConstantLR": lambda o: torch.optim.lr_scheduler.ConstantLR(o, 0.3, 3),
+    "LinearLR": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, 1.0, 4),
+    "ExponentialLR": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: torch.optim.lr_scheduler.PolynomialLR(o, 5, 2.0),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 2, 2),
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)),
+    "MultiplicativeLR": lambda o: torch.optim.lr_scheduler.MultiplicativeLR(o, lambda n: 0.7),
+    "CyclicLR": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2),  # cycles the betas too
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=8),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)], [3]
+    ),
+    "ChainedScheduler": lambda o: torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=10.0),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 1e-3, anneal_epochs=3),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_every_scheduler_drives_it(name: str, tmp_path: Path) -> None:
+    """CASES 4: made after the optimizer was wrapped, with the plain optimizer's rates, weights and ``initial_lr``."""
+    plain_net, net = make_net(), make_net()
+    plain, wrapped = make("AdamW", plain_net), make("AdamW", net)
+    with pooled(wrapped, net, device=0.6, host=MIB, folder=tmp_path) as (optimizer, _):
+        rates = [RATES[name](each) for each in (plain, optimizer)]
+        assert rates[1].optimizer is wrapped if name != "ChainedScheduler" else True
+        seen = []
+        for number in range(6):
+            losses = step(plain_net, plain, number), step(net, optimizer, number)
+            assert losses[0] == losses[1], number
+            for rate, loss in zip(rates, losses, strict=True):
+                rate.step(loss) if name == "ReduceLROnPlateau" else rate.step()
+            for group, other in zip(plain.param_groups, wrapped.param_groups, strict=True):
+                assert {**group, "params": 0} == {**other, "params": 0}
+            seen.append(wrapped.param_groups[0]["lr"])
+        assert len(set(seen)) > 1
+        assert ("initial_lr" in wrapped.param_groups[0]) == (name != "ReduceLROnPlateau")
+        assert optimizer.pager.history, "state was paged"
+    assert_same(plain_net.state_dict(), net.state_dict())
+    missing = {n for n, c in vars(torch.optim.lr_scheduler).items()
+               if isinstance(c, type) and issubclass(c, torch.optim.lr_scheduler.LRScheduler)} - RATES.keys()
+    assert missing <= {"LRScheduler", "_LRScheduler"}, missing

@@ -56,7 +56,7 @@ def mapped_and_booked(rank: int, world: int, folder: str) -> list[dict[str, int]
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_hosts_bytes_are_those_that_were_booked(world: int, tmp_path: Path) -> None:
-    """CASES 3: to the page, for odd sizes (with large blocks: to a page a unit). Padding is below 64 bytes a small block
+    """CASES 3: to the page, for odd sizes (with large blocks: to one a unit). Padding is below 64 bytes a small block
     and 1.6 % of a large one."""
     for results in run_ranks(mapped_and_booked, world, folder=str(tmp_path)):
         assert len(results) == len(ODD)
@@ -186,6 +186,41 @@ def sums_on_the_host(rank: int, world: int, folder: str) -> None:
 def test_gradients_on_the_host_share_no_memory_with_those_on_the_device(tmp_path: Path) -> None:
     """CASES 10, of gradients: on CPU both are host memory, and every byte is copied all the same."""
     run_ranks(sums_on_the_host, 2, folder=str(tmp_path))
+
+
+# -- memory of a step --
+
+LAYERS = 12
+UNITS = 5
+"""State of so many units, at most, beside what rests: two slots, one that torch makes in a unit's first step, and as
+much as that again for the arithmetic's temporaries and for what is gathered."""
+
+
+def rise_in_steps(rank: int, world: int, folder: str) -> list[dict[str, int]]:
+    """Of resident memory, in each of the first steps, over what was there before it."""
+    found = []
+    with process_group():
+        width = int((BLOCK_BYTES // 4) ** 0.5) - 1
+        for where in ("host", "disk"):
+            runtime, optimizer = start(where, folder, world, layers=LAYERS, width=width)
+            for number in range(3):
+                gc.collect()
+                Path("/proc/self/clear_refs").write_text("5")
+                before = peak_bytes()
+                runtime.step([batch_of(number, width)], lambda x, r=runtime: loss_of(r.model, x), optimizer)
+                found.append({"rise": peak_bytes() - before, "state": rests(runtime)[where]})
+            found[-1]["gradients"] = weights_bytes(runtime.model)
+            runtime.close()
+    return found
+
+
+def test_the_first_step_takes_no_more_than_the_others(tmp_path: Path) -> None:
+    """CASES 2: gradients and the state of a few units; the whole state was booked at set-up."""
+    (found,) = run_ranks(rise_in_steps, 1, folder=str(tmp_path), env=MALLOC)
+    gradients, state = found[2]["gradients"], found[0]["state"]
+    assert len(found) == 6 and state > 2 * UNITS * 2 * BLOCK_BYTES, "a step that held it all would show"
+    for step in found:
+        assert step["rise"] < gradients + UNITS * 2 * BLOCK_BYTES + SLACK_BYTES, found
 
 
 # -- memory of saving --
