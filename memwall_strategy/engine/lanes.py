@@ -41,6 +41,7 @@ from memwall_strategy.engine.lane_groups import LaneGroups
 from memwall_strategy.engine.reducer import GradientReducer
 from memwall_strategy.engine.shared_ring import Lease
 from memwall_strategy.engine.shared_windows import SharedMemory, SharedWindows, gather_bytes
+from memwall_strategy.engine.turnaround import Turnaround
 
 
 class LaneWork(dist.Work):
@@ -145,6 +146,7 @@ class FsdpLanes:
     Attributes:
         gather, reduce: the lanes.
         order: in which order units run, and how far ahead each gathers.
+        turn: gathers a backward's first units; None without prefetch.
         reducer: what reduces gradients.
         early: None where it is off.
         windows: the gather lane's shared windows; the reducer has its own.
@@ -193,6 +195,7 @@ class FsdpLanes:
             self.windows.open(twin, heapq.nlargest(prefetch + 2, sizes))
         self.reducer.copies.watch(fsdp_groups(model))
         self.order = GatherOrder(model, prefetch, _gather_seconds, self._largest)
+        self.turn = Turnaround(model, prefetch) if prefetch else None
         self.early: EarlyGathers | None = None
         if early:
             # The ranks agree on the reduce lane: nothing is on its way there when a forward starts.
@@ -206,6 +209,8 @@ class FsdpLanes:
     def step_ended(self) -> None:
         """The optimizer stepped everything: the next iteration may start to gather."""
         self.order.step_ended()
+        if self.turn is not None:
+            self.turn.step_ended()
         if self.early is not None:
             self.early.step_ended()
 
@@ -238,6 +243,8 @@ class FsdpLanes:
             lane.close()
         if self.early is not None:
             self.early.close()
+        if self.turn is not None:
+            self.turn.close()
         for group, comm, asynchronous in self._replaced:
             group._all_gather_comm.uninstall()
             group._all_gather_comm, group.unshard_async_op = comm, asynchronous

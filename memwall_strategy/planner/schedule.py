@@ -265,12 +265,19 @@ class Step:
             if key not in self.schedule.retained:
                 self._reshard(key)
         self._release_held_flat()
+        if self.schedule.lanes and self.schedule.prefetch:
+            self._turn()
         self.ledger.add(Kind.ACTIVATION, self.activations[root])
+
+    def _turn(self) -> None:
+        """Gather what the backward starts with; lanes do so when the forward's last unit is through."""
+        last = len(self.units) - 1
+        for ahead in range(last, max(last - max(self.schedule.prefetch, 1), -1), -1):
+            self._unshard(ahead)
 
     def _backward(self) -> None:
         root, ahead_by = len(self.units), max(self.schedule.prefetch, 1)
-        for ahead in range(root - 1, max(root - 1 - ahead_by, -1), -1):
-            self._unshard(ahead)
+        self._turn()
         if self.root is not None:
             self._new_gradient(root, self.root.early_gradient)
         self.ledger.add(Kind.ACTIVATION, -self.activations[root])
