@@ -21,7 +21,7 @@ from memwall_strategy.core.block import Block, Placement, Tier
 from memwall_strategy.core.errors import BlockError, MemwallError, PoolFull
 from memwall_strategy.engine.fsdp import local_tensor
 from memwall_strategy.engine.quantised import is_quantised, with_parts
-from memwall_strategy.pool.arena import GRANULE_BYTES, PAGE_BYTES, Arena, aligned
+from memwall_strategy.pool.arena import GRANULE_BYTES, LARGE_BYTES, PAGE_BYTES, Arena, aligned
 from memwall_strategy.pool.device import ENGINE
 from memwall_strategy.pool.host_units import book, unbook
 from memwall_strategy.pool.state_fields import StateField, UnitState
@@ -42,7 +42,7 @@ class StateHomes:
         table, stores: of this rank; every tier of the homes must be open.
 
     Attributes:
-        paged: of each unit, what rests off the device.
+        paged: of each unit, what rests off the device, in the order in which it lies in a slot.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StateHomes:
     def _take(self, units: Sequence[UnitState], homes: Mapping[Block, Tier]) -> None:
         self.units, self._tier_of = list(units), dict(homes)
         self.paged = [
-            {block: f for block, f in unit.fields.items() if homes[block] is not Tier.DEVICE and f.nbytes}
+            {f.block: f for f in _as_groups_lie(f for f in unit.fields.values() if homes[f.block] is not Tier.DEVICE)}
             for unit in self.units
         ]
         self._fields = {(id(f.parameter), f.key): f for unit in self.units for f in unit.fields.values()}
@@ -329,6 +329,11 @@ class StateHomes:
         for block, local in moved.items():
             book(self.table, block, local.nbytes, tier, local.data_ptr())
             self._booked.add(block)
+
+
+def _as_groups_lie(fields: Iterable[StateField]) -> list[StateField]:
+    """What has bytes, in the order of ``AddressTable.allocate_group``: then a slot is one copy away from the home."""
+    return sorted((f for f in fields if f.nbytes), key=lambda f: f.nbytes < LARGE_BYTES)
 
 
 def offsets(fields: Iterable[StateField]) -> tuple[dict[Block, int], int]:

@@ -23,7 +23,10 @@ from itertools import zip_longest
 from memwall_strategy.config import format_size
 from memwall_strategy.core.block import Block, Tier
 from memwall_strategy.core.errors import ConfigError
-from memwall_strategy.pool.arena import GRANULE_BYTES, aligned
+from memwall_strategy.pool.arena import GRANULE_BYTES, Arena, aligned
+
+_SLOTS = Arena(0)
+"""Of the device: only its rule of what a block holds is used here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,8 @@ class StatePlacement:
 
 
 def slot_bytes(sizes: Sequence[int]) -> int:
-    """Length of a slot that holds blocks of these sizes, one behind the other."""
-    return sum(aligned(size, GRANULE_BYTES) for size in sizes)
+    """Length of a slot that holds blocks of these sizes, one behind the other, as the device's arena will hold it."""
+    return _SLOTS.held(sum(aligned(size, GRANULE_BYTES) for size in sizes))
 
 
 def place_state(
@@ -152,17 +155,17 @@ def _keep(
     units: Sequence[Mapping[Block, int]], order: Sequence[Block], device_bytes: int, slots: int
 ) -> tuple[int, int]:
     """How many blocks of ``order`` stay on the device beside the slots, and the length of a slot then."""
-    paged = [slot_bytes(list(unit.values())) for unit in units]
+    paged = [sum(aligned(size, GRANULE_BYTES) for size in unit.values()) for unit in units]
     unit_of = {block: index for index, unit in enumerate(units) for block in unit}
     sizes = {block: size for unit in units for block, size in unit.items()}
-    best, width, held = 0, max(paged, default=0), 0
+    best, width, held = 0, _SLOTS.held(max(paged, default=0)), 0
     for count, block in enumerate(order, start=1):
         size = aligned(sizes[block], GRANULE_BYTES)
         held += size
         paged[unit_of[block]] -= size
         if held > device_bytes:
             break
-        most = max(paged)
+        most = _SLOTS.held(max(paged))
         if held + slots * most <= device_bytes:
             best, width = count, most
     return best, width

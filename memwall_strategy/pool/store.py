@@ -66,14 +66,17 @@ class Copier:
 
     def copy(self, pairs: Iterable[tuple[Extent, Extent]], after: torch.cuda.Event | None = None) -> None:
         """Copy each second extent into its first, of equal length, and return when the bytes are there."""
-        across = []
+        pairs, across = list(pairs), []  # the list keeps the memory while addresses of it are in use
+        stretches: list[tuple[int, int, int]] = []
         for target, source in pairs:
             if target.on_cpu and source.on_cpu:
-                if after is not None:  # the host copies at once, whatever streams still do
-                    after.synchronize()
-                ctypes.memmove(target.address, source.address, target.nbytes)
+                _append(stretches, target.address, source.address, target.nbytes)
             else:
                 across.append((target, source))
+        if stretches and after is not None:  # the host copies at once, whatever streams still do
+            after.synchronize()
+        for to, where, nbytes in stretches:
+            ctypes.memmove(to, where, nbytes)
         if not across:
             return
         stream = getattr(self._local, "stream", None)
@@ -85,6 +88,19 @@ class Copier:
             for target, source in across:
                 target.tensor().copy_(source.tensor(), non_blocking=True)
         stream.synchronize()
+
+
+def _append(stretches: list[tuple[int, int, int]], target: int, source: int, nbytes: int) -> None:
+    """Add a copy of bytes between two addresses, to the last one where it goes on on both sides.
+
+    Each copy lets go of Python's lock and may wait to get it back, which costs more than copying a small tensor.
+    """
+    if stretches:
+        to, where, before = stretches[-1]
+        if (to + before, where + before) == (target, source):
+            stretches[-1] = (to, where, before + nbytes)
+            return
+    stretches.append((target, source, nbytes))
 
 
 class Store(ABC):
