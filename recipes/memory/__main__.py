@@ -1,16 +1,20 @@
-"""What paging the optimizer's state costs, and what a rank holds on its device.
+"""What paging the optimizer's state costs, what a rank holds on its device, and the largest model under a limit.
 
-    python -m recipes.memory                       # all figures, a few minutes on 2 cores
-    python -m recipes.memory paging --repeats 5    # one of: paging, overhead, ranks, phases
+    python -m recipes.memory                       # all figures, about a quarter of an hour on 2 cores
+    python -m recipes.memory paging --repeats 5    # one of: paging, jitter, link, overhead, ranks, phases, largest
 
 - ``paging``: AdamW state on the host, on disk, and on the host with units that step inside the backward, beside all of
   it on the device; one process, 6.4 million parameters, the device budget that lets all state leave. Variants alternate
-  inside one process. Hidden: the share of the lanes' time that the training thread did not wait for. Jitter:
-  (p95 - p50) / p50 of the page-ins, and of raw copies of the same sizes made between the steps.
+  inside one process. Hidden: the share of the lanes' time that the training thread did not wait for.
+- ``jitter``: (p95 - p50) / p50 of page-ins, and of raw copies of as many bytes that the same thread makes just before
+  or after each; times are taken over the median of their size, so that units of different sizes do not mix.
+- ``link``: the host behind a link as slow, for this machine's arithmetic, as PCIe 5 is for an H100's (see
+  ``recipes.memory.link``): how much of the paging is hidden.
 - ``overhead``: the pool on, with everything on the device, beside the pool off.
 - ``ranks``: device bytes of one of 8 ranks, weights sharded and state on the host, beside 16 bytes a parameter, what
   one process holds that trains in fp32 with AdamW.
 - ``phases``: see ``recipes.memory.phases``.
+- ``largest``: see ``recipes.memory.largest`` (root).
 
 On CPU, "device", "host" and "disk" are capped arenas, and every byte between them is really copied.
 """
@@ -18,19 +22,27 @@ On CPU, "device", "host" and "disk" are capped arenas, and every byte between th
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..bench_engine.__main__ import compare, median_step, run_ranks
 from ..figures import Row, figures_parser, measure, parse
+from .largest import largest
+from .link import CARD_FLOPS, CARD_LINK_BYTES_PER_S, CARD_TOKENS
 from .phases import phases
 
 MODEL = {"layers": 8, "heads": 4, "hidden": 256, "context": 128, "dropout": 0.0}
 BASELINE_BYTES = 16
 """fp32 weight, gradient and two moments, a parameter."""
-FIGURES = ("paging", "overhead", "ranks", "phases")
+LINK = (
+    f"bytes a FLOP as {CARD_LINK_BYTES_PER_S / 1e9:.0f} GB/s for {CARD_FLOPS / 1e12:.0f} TFLOP/s; state over "
+    f"{CARD_TOKENS} tokens a step (8 ranks x 4096)"
+)
+FIGURES = ("paging", "jitter", "link", "overhead", "ranks", "phases", "largest")
 
 
 def task_of(variants: list[str], folder: Path, **changes: Any) -> dict[str, Any]:
@@ -42,13 +54,6 @@ def task_of(variants: list[str], folder: Path, **changes: Any) -> dict[str, Any]
 
 def run(task: dict[str, Any], world: int) -> list[dict[str, Any]]:
     return run_ranks(task, None, world=world, worker=f"{__package__}.worker")
-
-
-def jitter(times: list[float]) -> float:
-    """(p95 - p50) / p50."""
-    ordered = sorted(times)
-    middle = statistics.median(ordered)
-    return (ordered[int(0.95 * (len(ordered) - 1))] - middle) / middle
 
 
 def paging(repeats: int, folder: Path) -> list[Row]:
@@ -71,11 +76,6 @@ def paging(repeats: int, folder: Path) -> list[Row]:
         held = by[place][0]["disk_bytes" if place == "disk" else "host_bytes"]
         moved = f"{held / 2**20:.0f} MiB each way a step; lanes busy {busy * 1e3:.1f} ms, waited {exposed * 1e3:.1f} ms"
         rows.append((f"state on {place}: paging hidden", "-", f"{max(0.0, 1 - exposed / busy):.2f}", moved))
-        pages, raw = ([t for r in by[place] for t in r[key]] for key in ("page_s", "raw_s"))
-        rows.append(
-            (f"state on {place}: jitter of page-ins, of raw copies", "excess 0.05" if place != "disk" else "-",
-             f"{jitter(pages):.2f}, {jitter(raw):.2f}", f"{len(pages)} page-ins")
-        )  # fmt: skip
     pairs = zip(map(median_step, by["device"]), map(median_step, by["host, stepped there"]), strict=True)
     rows.append(
         ("state on host, stepped there / on device: step time", "at most 1.15", compare(list(pairs)),
@@ -84,6 +84,57 @@ def paging(repeats: int, folder: Path) -> list[Row]:
     disk = by["disk"][0]
     per_step = disk["io_bytes"] / disk["steps"] / 2**20
     rows.append(("state on disk: disk traffic", "-", f"{per_step:.0f} MiB a step", "the kernel's I/O counters"))
+    return rows
+
+
+def jitter(repeats: int, folder: Path) -> list[Row]:
+    """Page-ins beside raw copies."""
+    places = ["host", "host, in backward"]
+    runs = run(task_of(["device", *(f"{p}, beside raw copies" for p in places * repeats)], folder, steps=30), 1)
+    rows = []
+    for place in places:
+        copies = [each["page_ins"] for each in runs if each["variant"] == f"{place}, beside raw copies"]
+        sizes, paged, raw = ([t for three in copies for t in three[i]] for i in range(3))
+        widest = [[t for n, t in zip(sizes, times, strict=True) if n == max(sizes)] for times in (paged, raw)]
+        page_in, plain = spread(sizes, paged), spread(sizes, raw)
+        rows.append(
+            (f"state on {place}: jitter of page-ins, less that of raw copies", "at most 0.05",
+             f"{page_in - plain:+.2f} ({page_in:.2f}, {plain:.2f})",
+             f"{len(paged)} page-ins; of {max(sizes) / 2**20:.1f} MiB: median {statistics.median(widest[0]) * 1e3:.2f} "
+             f"ms, raw {statistics.median(widest[1]) * 1e3:.2f} ms")
+        )  # fmt: skip
+    return rows
+
+
+def spread(sizes: Sequence[int], times: Sequence[float]) -> float:
+    """(p95 - p50) / p50 of times over the median of their size."""
+    by_size: dict[int, list[float]] = {}
+    for size, seconds in zip(sizes, times, strict=True):
+        by_size.setdefault(size, []).append(seconds)
+    over = sorted(t / statistics.median(group) for group in by_size.values() for t in group)
+    middle = statistics.median(over)
+    return (over[int(0.95 * (len(over) - 1))] - middle) / middle
+
+
+def link(repeats: int, folder: Path) -> list[Row]:
+    """Paging over a slow link."""
+    places = ["host", "host, in backward"]
+    kinds = ["device", *(f"{place}, slow link" for place in places)]
+    runs = run(task_of(["device", *kinds * repeats], folder, steps=8), 1)[1:]
+    by = {name: [r for r in runs if r["variant"] == name] for name in kinds}
+    rows = []
+    for place, claimed in zip(places, ("-", "at least 0.8"), strict=True):
+        here = by[f"{place}, slow link"]
+        shares = sorted(1 - r["exposed_s"] / r["moved_s"] for r in here)
+        moved, exposed = (statistics.median(r[key] for r in here) for key in ("moved_s", "exposed_s"))
+        rows.append(
+            (f"state on {place}, behind a link: paging hidden", claimed,
+             f"{statistics.median(shares):.2f} ({shares[0]:.2f}..{shares[-1]:.2f}, {len(shares)} runs)",
+             f"{here[0]['host_bytes'] / 2**20:.0f} MiB each way a step at {here[0]['bytes_per_s'] / 1e6:.0f} MB/s: "
+             f"{moved * 1e3:.0f} ms, waited {exposed * 1e3:.0f} ms")
+        )  # fmt: skip
+        pairs = zip(map(median_step, by["device"]), map(median_step, here), strict=True)
+        rows.append((f"state on {place}, behind a link / on device: step time", "-", compare(list(pairs)), LINK))
     return rows
 
 
@@ -117,9 +168,13 @@ def main() -> None:
     """Measure, then print claimed | measured | how."""
     parser = figures_parser("recipes.memory", __doc__, FIGURES)
     parser.add_argument("--folder", type=Path, help="where the disk tier goes (default: a temporary folder)")
+    parser.add_argument(
+        "--deepspeed-python", default=sys.executable, help="the Python that has DeepSpeed (default: this one)"
+    )
     arguments = parse(parser)
     with tempfile.TemporaryDirectory(prefix="memwall-memory-", dir=arguments.folder) as folder:
-        known = {"paging": paging, "overhead": overhead, "ranks": ranks}
+        known = {"paging": paging, "jitter": jitter, "link": link, "overhead": overhead, "ranks": ranks}
+        known["largest"] = partial(largest, deepspeed_python=arguments.deepspeed_python)
         placed = {name: partial(function, folder=Path(folder)) for name, function in known.items()}
         measure(arguments, placed | {"phases": phases})
 

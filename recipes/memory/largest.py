@@ -1,0 +1,138 @@
+"""The largest model that one process trains under a limit on memory that the kernel enforces.
+
+A GPT of width 512 grows block by block. Each try is a process of its own in a control group of ``LIMIT_BYTES``; it
+counts when it ends all of its steps with finite losses. All sides train in fp32 with AdamW on the same batches,
+recompute activations block by block, and have the same settings of glibc's allocator:
+
+- ``stock``: FSDP2 and fused AdamW in a plain loop, without the memory that a trainer's imports take;
+- ``memwall``: Lightning's Trainer, optimizer state on disk, units that step inside the backward;
+- ``deepspeed``: ZeRO-3 in a plain loop, weights and optimizer state offloaded to disk (NVMe), where it is installed in
+  ``--deepspeed-python``; it needs libaio's headers and a compiler.
+
+Weights rest in memory with stock and memwall; DeepSpeed has them on disk too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from memwall_strategy.config import format_size
+
+from ..bench_engine.__main__ import MALLOC, RUN_LIMIT_S, free_port
+from ..cgroup import run_limited, why_not
+from ..figures import Row
+
+LIMIT_BYTES = 1024**3
+MODEL = {"heads": 8, "hidden": 512, "context": 128, "dropout": 0.0}
+TASK = {"batch": 1, "steps": 3, "threads": 1, "limit_bytes": LIMIT_BYTES}
+STARTS = {"stock": 16, "memwall": 52, "deepspeed": 28}
+"""Layers from which the search starts; anything near the end saves tries."""
+BUILD_LIMIT_BYTES = 16 * 1024**3
+BUILD_LIMIT_S = 1800
+"""Outside the limit, once: DeepSpeed compiles its extensions with the first use, for ten minutes on 2 cores."""
+
+
+def largest(repeats: int, folder: Path, deepspeed_python: str) -> list[Row]:
+    """The most parameters of each side; ``repeats`` is not used, a limit is no matter of chance."""
+    if why := why_not():
+        return [("largest model under a limit", "3x stock", "not measured", why)]
+    found = {side: deepest(side, folder, sys.executable) for side in ("stock", "memwall")}
+    counts = {side: parameters(layers) for side, (layers, _) in found.items()}
+    setting = ", ".join(f"{name}={value}" for name, value in MALLOC.items())
+    rows = [
+        (f"{side}: most parameters under {format_size(LIMIT_BYTES)}", "-", f"{counts[side] / 1e6:.1f} M",
+         f"{layers} layers, {result['seconds'] / TASK['steps']:.1f} s a step with set-up, {setting}")
+        for side, (layers, result) in found.items()
+    ]  # fmt: skip
+    rows.append(
+        ("memwall / stock FSDP2 with AdamW: parameters", "at least 3", f"{counts['memwall'] / counts['stock']:.2f}",
+         "to the layer; state on disk, one process")
+    )  # fmt: skip
+    return [*rows, deepspeed_row(folder, deepspeed_python)]
+
+
+def deepspeed_row(folder: Path, python: str) -> Row:
+    """DeepSpeed with NVMe offload, or why not."""
+    name = f"DeepSpeed with NVMe offload: most parameters under {format_size(LIMIT_BYTES)}"
+    asked = subprocess.run([python, "-c", "import deepspeed"], env=environment(), capture_output=True, check=False)
+    if asked.returncode:
+        return (name, "-", "not measured", f"DeepSpeed is not installed in {Path(python).name}")
+    built, output = attempt("deepspeed", 1, folder, python, BUILD_LIMIT_BYTES)
+    if built is None:
+        return (name, "-", "not measured", f"it does not train here: {output.strip().splitlines()[-1][:100]}")
+    layers, result = deepest("deepspeed", folder, python)
+    step = f"{result['seconds'] / TASK['steps']:.1f} s a step with set-up"
+    return (name, "-", f"{parameters(layers) / 1e6:.1f} M", f"{layers} layers, {step}, weights on disk too")
+
+
+def deepest(side: str, folder: Path, python: str) -> tuple[int, dict[str, Any]]:
+    """Most layers that fit, and the result of that run."""
+    results: dict[int, dict[str, Any] | None] = {}
+
+    def fits(layers: int) -> bool:
+        results[layers], _ = attempt(side, layers, folder, python, LIMIT_BYTES)
+        print(f"  {side}: {layers} layers {'fit' if results[layers] else 'do not fit'}", flush=True)
+        return results[layers] is not None
+
+    layers = bisect(fits, STARTS[side])
+    if layers == 0:
+        raise SystemExit(f"{side} does not train a single layer under {format_size(LIMIT_BYTES)}")
+    return layers, results[layers]
+
+
+def bisect(fits: Callable[[int], bool], start: int) -> int:
+    """The largest number that fits, if all below it do; 0 where 1 does not. Strides grow from ``start`` outwards."""
+    stride, low, high = max(1, start // 16), 0, None
+    at = start
+    while high is None or high - low > 1:
+        if fits(at):
+            low = at
+        else:
+            high = at
+        if high is None:
+            at = low + stride
+        elif low == 0 and high > 1:
+            at = max(1, high - stride)
+        else:
+            at = (low + high) // 2
+        stride *= 2
+    return low
+
+
+def attempt(side: str, layers: int, folder: Path, python: str, limit_bytes: int) -> tuple[dict[str, Any] | None, str]:
+    """One run: what it printed as JSON, None where it did not get through; and all of its output."""
+    task = TASK | {"variant": side, "folder": str(folder), "model": MODEL | {"layers": layers}}
+    path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed looks for ninja there
+    command = [python, "-m", f"{__package__}.limited", json.dumps(task)]
+    timeout_s = BUILD_LIMIT_S if limit_bytes == BUILD_LIMIT_BYTES else RUN_LIMIT_S
+    code, output, _ = run_limited(command, limit_bytes, env=environment() | {"PATH": path}, timeout_s=timeout_s)
+    if code:
+        return None, output
+    result = json.loads(output.strip().splitlines()[-1])
+    return (result if all(map(math.isfinite, result["losses"])) else None), output
+
+
+def environment() -> dict[str, str]:
+    """Of every run: allocator, threads, and one rank for those who ask."""
+    return {
+        **os.environ, **MALLOC, "OMP_NUM_THREADS": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu", "MAX_JOBS": "2",
+    }  # fmt: skip
+
+
+def parameters(layers: int) -> int:
+    """Of the model with so many layers."""
+    import torch
+
+    from ..gpt.model import GPT
+    from ..gpt.options import GPTOptions
+
+    with torch.device("meta"):
+        return sum(each.numel() for each in GPT(GPTOptions(layers=layers, **MODEL)).parameters())
