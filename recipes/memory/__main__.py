@@ -7,7 +7,8 @@
   it on the device; one process, 6.4 million parameters, the device budget that lets all state leave. Variants alternate
   inside one process. Hidden: the share of the lanes' time that the training thread did not wait for.
 - ``jitter``: (p95 - p50) / p50 of page-ins, and of raw copies of as many bytes that the same thread makes just before
-  or after each; times are taken over the median of their size, so that units of different sizes do not mix.
+  or after each (see ``recipes.memory.beside_raw``); times are taken over the median of their size, so that units of
+  different sizes do not mix.
 - ``link``: the host behind a link as slow, for this machine's arithmetic, as PCIe 5 is for an H100's (see
   ``recipes.memory.link``): how much of the paging is hidden.
 - ``overhead``: the pool on, with everything on the device, beside the pool off.
@@ -24,10 +25,16 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from memwall_strategy.pool.disk import CHUNK_BYTES
+from memwall_strategy.pool.disk_file import DiskFile
+from memwall_strategy.pool.extent import extent_of
+from memwall_strategy.pool.mapping import Mapping
 
 from ..bench_engine.__main__ import compare, median_step, run_ranks
 from ..figures import Row, figures_parser, measure, parse
@@ -83,8 +90,27 @@ def paging(repeats: int, folder: Path) -> list[Row]:
     )  # fmt: skip
     disk = by["disk"][0]
     per_step = disk["io_bytes"] / disk["steps"] / 2**20
-    rows.append(("state on disk: disk traffic", "-", f"{per_step:.0f} MiB a step", "the kernel's I/O counters"))
+    reads, writes = disk_rates(folder)
+    rows.append(
+        ("state on disk: disk traffic", "-", f"{per_step:.0f} MiB a step",
+         f"this process's I/O counters; the disk by itself: {reads / 1e6:.0f} MB/s in, {writes / 1e6:.0f} MB/s out")
+    )  # fmt: skip
     return rows
+
+
+def disk_rates(folder: Path, nbytes: int = 64 * 2**20) -> tuple[float, float]:
+    """Bytes per second that one thread reads and writes in a folder, past the page cache where it has direct I/O."""
+    file, memory = DiskFile(folder, nbytes), Mapping(CHUNK_BYTES, touch=True)
+    try:
+        seconds = []
+        for transfer in (file.write, file.read):
+            start = time.perf_counter()
+            for at in range(0, nbytes, CHUNK_BYTES):
+                transfer(extent_of(memory.bytes).memory(), at)
+            seconds.append(time.perf_counter() - start)
+    finally:
+        file.close()
+    return nbytes / seconds[1], nbytes / seconds[0]
 
 
 def jitter(repeats: int, folder: Path) -> list[Row]:
@@ -94,14 +120,19 @@ def jitter(repeats: int, folder: Path) -> list[Row]:
     rows = []
     for place in places:
         copies = [each["page_ins"] for each in runs if each["variant"] == f"{place}, beside raw copies"]
-        sizes, paged, raw = ([t for three in copies for t in three[i]] for i in range(3))
-        widest = [[t for n, t in zip(sizes, times, strict=True) if n == max(sizes)] for times in (paged, raw)]
-        page_in, plain = spread(sizes, paged), spread(sizes, raw)
+        pairs = [(spread(sizes, paged), spread(sizes, raw)) for sizes, paged, raw in copies]
+        excess = sorted(paged - raw for paged, raw in pairs)
+        page_in, plain = (statistics.median(values) for values in zip(*pairs, strict=True))
+        widest = max(max(sizes) for sizes, _, _ in copies)
+        middle = [
+            statistics.median(t for three in copies for n, t in zip(three[0], three[i], strict=True) if n == widest)
+            for i in (1, 2)
+        ]
         rows.append(
             (f"state on {place}: jitter of page-ins, less that of raw copies", "at most 0.05",
-             f"{page_in - plain:+.2f} ({page_in:.2f}, {plain:.2f})",
-             f"{len(paged)} page-ins; of {max(sizes) / 2**20:.1f} MiB: median {statistics.median(widest[0]) * 1e3:.2f} "
-             f"ms, raw {statistics.median(widest[1]) * 1e3:.2f} ms")
+             f"{statistics.median(excess):+.2f} ({excess[0]:+.2f}..{excess[-1]:+.2f}, {len(excess)} runs)",
+             f"{page_in:.2f} and {plain:.2f}, {len(copies[0][0])} of both a run; of {widest / 2**20:.1f} MiB: median "
+             f"{middle[0] * 1e3:.2f} ms, raw {middle[1] * 1e3:.2f} ms")
         )  # fmt: skip
     return rows
 

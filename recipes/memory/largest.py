@@ -1,8 +1,9 @@
 """The largest model that one process trains under a limit on memory that the kernel enforces.
 
-A GPT of width 512 grows block by block. Each try is a process of its own in a control group of ``LIMIT_BYTES``; it
-counts when it ends all of its steps with finite losses. All sides train in fp32 with AdamW on the same batches,
-recompute activations block by block, and have the same settings of glibc's allocator:
+A GPT of width 512 grows block by block. Each try is a process of its own in a control group of ``LIMIT_BYTES``, without
+swap. It fits when it ends all of its steps with finite losses; it does not when the kernel kills it at the limit, or
+memwall refuses it by name. Whatever else goes wrong ends the recipe, with the run's output. All sides train in fp32
+with AdamW on the same batches, recompute activations block by block, and have the same settings of glibc's allocator:
 
 - ``stock``: FSDP2 and fused AdamW in a plain loop, without the memory that a trainer's imports take;
 - ``memwall``: Lightning's Trainer, optimizer state on disk, units that step inside the backward;
@@ -17,8 +18,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,34 +29,43 @@ from typing import Any
 from memwall_strategy.config import format_size
 
 from ..bench_engine.__main__ import MALLOC, RUN_LIMIT_S, free_port
-from ..cgroup import run_limited, why_not
+from ..cgroup import Limited, run_limited, why_not
 from ..figures import Row
 
 LIMIT_BYTES = 1024**3
 MODEL = {"heads": 8, "hidden": 512, "context": 128, "dropout": 0.0}
 TASK = {"batch": 1, "steps": 3, "threads": 1, "limit_bytes": LIMIT_BYTES}
-STARTS = {"stock": 16, "memwall": 52, "deepspeed": 28}
+STARTS = {"stock": 15, "memwall": 46, "deepspeed": 32}
 """Layers from which the search starts; anything near the end saves tries."""
 BUILD_LIMIT_BYTES = 16 * 1024**3
 BUILD_LIMIT_S = 1800
 """Outside the limit, once: DeepSpeed compiles its extensions with the first use, for ten minutes on 2 cores."""
 
 
+class Failed(Exception):
+    """A run broke off for another reason than memory; the text is the end of its output."""
+
+
 def largest(repeats: int, folder: Path, deepspeed_python: str) -> list[Row]:
     """The most parameters of each side; ``repeats`` is not used, a limit is no matter of chance."""
     if why := why_not():
-        return [("largest model under a limit", "3x stock", "not measured", why)]
-    found = {side: deepest(side, folder, sys.executable) for side in ("stock", "memwall")}
+        return [("memwall / stock FSDP2 with AdamW: parameters under a limit", "at least 3", "not measured", why)]
+    found = {}
+    for side in ("stock", "memwall"):
+        try:
+            found[side] = deepest(side, folder, sys.executable)
+        except Failed as error:
+            raise SystemExit(f"{side} broke off, and not for want of memory:\n{error}") from None
     counts = {side: parameters(layers) for side, (layers, _) in found.items()}
     setting = ", ".join(f"{name}={value}" for name, value in MALLOC.items())
     rows = [
         (f"{side}: most parameters under {format_size(LIMIT_BYTES)}", "-", f"{counts[side] / 1e6:.1f} M",
-         f"{layers} layers, {result['seconds'] / TASK['steps']:.1f} s a step with set-up, {setting}")
+         f"{layers} layers, {_step(result)}, {setting}")
         for side, (layers, result) in found.items()
     ]  # fmt: skip
     rows.append(
         ("memwall / stock FSDP2 with AdamW: parameters", "at least 3", f"{counts['memwall'] / counts['stock']:.2f}",
-         "to the layer; state on disk, one process")
+         "to the layer; state on disk, one process, no swap")
     )  # fmt: skip
     return [*rows, deepspeed_row(folder, deepspeed_python)]
 
@@ -63,23 +75,35 @@ def deepspeed_row(folder: Path, python: str) -> Row:
     name = f"DeepSpeed with NVMe offload: most parameters under {format_size(LIMIT_BYTES)}"
     asked = subprocess.run([python, "-c", "import deepspeed"], env=environment(), capture_output=True, check=False)
     if asked.returncode:
-        return (name, "-", "not measured", f"DeepSpeed is not installed in {Path(python).name}")
-    built, output = attempt("deepspeed", 1, folder, python, BUILD_LIMIT_BYTES)
-    if built is None:
-        return (name, "-", "not measured", f"it does not train here: {output.strip().splitlines()[-1][:100]}")
-    layers, result = deepest("deepspeed", folder, python)
-    step = f"{result['seconds'] / TASK['steps']:.1f} s a step with set-up"
-    return (name, "-", f"{parameters(layers) / 1e6:.1f} M", f"{layers} layers, {step}, weights on disk too")
+        return (name, "-", "not measured", "no DeepSpeed in this Python; another one: --deepspeed-python")
+    try:
+        if attempt("deepspeed", 1, folder, python, BUILD_LIMIT_BYTES) is None:
+            return (name, "-", "not measured", f"one layer needs more than {format_size(BUILD_LIMIT_BYTES)}")
+        layers, result = deepest("deepspeed", folder, python)
+    except Failed as error:
+        print(error, flush=True)
+        return (name, "-", "not measured", f"it does not train here: {str(error).splitlines()[-1][:100]}")
+    return (name, "-", f"{parameters(layers) / 1e6:.1f} M", f"{layers} layers, {_step(result)}, weights on disk too")
+
+
+def _step(result: dict[str, Any]) -> str:
+    return f"{statistics.median(result['step_s']):.1f} s a step"
 
 
 def deepest(side: str, folder: Path, python: str) -> tuple[int, dict[str, Any]]:
-    """Most layers that fit, and the result of that run."""
+    """Most layers that fit, and the result of that run.
+
+    Raises:
+        Failed: a run broke off for another reason than memory.
+        SystemExit: not one layer fits.
+    """
     results: dict[int, dict[str, Any] | None] = {}
 
     def fits(layers: int) -> bool:
-        results[layers], _ = attempt(side, layers, folder, python, LIMIT_BYTES)
-        print(f"  {side}: {layers} layers {'fit' if results[layers] else 'do not fit'}", flush=True)
-        return results[layers] is not None
+        print(f"  {side}, {layers} layers, {parameters(layers) / 1e6:.1f} M parameters:", end=" ", flush=True)
+        result = results[layers] = attempt(side, layers, folder, python, LIMIT_BYTES)
+        print("do not fit" if result is None else f"fit, {result['seconds']:.0f} s", flush=True)
+        return result is not None
 
     layers = bisect(fits, STARTS[side])
     if layers == 0:
@@ -106,17 +130,39 @@ def bisect(fits: Callable[[int], bool], start: int) -> int:
     return low
 
 
-def attempt(side: str, layers: int, folder: Path, python: str, limit_bytes: int) -> tuple[dict[str, Any] | None, str]:
-    """One run: what it printed as JSON, None where it did not get through; and all of its output."""
-    task = TASK | {"variant": side, "folder": str(folder), "model": MODEL | {"layers": layers}}
-    path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed looks for ninja there
-    command = [python, "-m", f"{__package__}.limited", json.dumps(task)]
-    timeout_s = BUILD_LIMIT_S if limit_bytes == BUILD_LIMIT_BYTES else RUN_LIMIT_S
-    code, output, _ = run_limited(command, limit_bytes, env=environment() | {"PATH": path}, timeout_s=timeout_s)
-    if code:
-        return None, output
-    result = json.loads(output.strip().splitlines()[-1])
-    return (result if all(map(math.isfinite, result["losses"])) else None), output
+def attempt(side: str, layers: int, folder: Path, python: str, limit_bytes: int) -> dict[str, Any] | None:
+    """One run: its figures; None where it needs more than the limit.
+
+    Raises:
+        Failed: it broke off for another reason.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"{side}-", dir=folder) as own:
+        task = TASK | {"variant": side, "folder": own, "model": MODEL | {"layers": layers}}
+        path = f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"  # DeepSpeed looks for ninja there
+        command = [python, "-m", f"{__package__}.limited", json.dumps(task)]
+        timeout_s = BUILD_LIMIT_S if limit_bytes == BUILD_LIMIT_BYTES else RUN_LIMIT_S
+        run = run_limited(command, limit_bytes, env=environment() | {"PATH": path}, timeout_s=timeout_s)
+    return outcome(run)
+
+
+def outcome(run: Limited) -> dict[str, Any] | None:
+    """The figures of a run; None where the kernel killed it at its limit, or memwall said that it does not fit.
+
+    Raises:
+        Failed: neither, nor did it get through.
+    """
+    if run.killed:
+        return None
+    if run.timed_out:
+        raise Failed(f"{run.output[-3000:]}\nit took longer than it may")
+    if run.code:
+        raise Failed(f"{run.output[-3000:]}\nexit code {run.code}")
+    said = json.loads(run.output.strip().splitlines()[-1])
+    if "does_not_fit" in said:
+        return None
+    if not all(map(math.isfinite, said["losses"])):
+        raise Failed(f"losses {said['losses']}")
+    return said
 
 
 def environment() -> dict[str, str]:

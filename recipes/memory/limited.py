@@ -20,11 +20,31 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from memwall_strategy.core.errors import ConfigError, PoolFull
+
 from ..gpt.model import GPT
 from ..gpt.options import GPTOptions
 
-MARGIN_BYTES = 32 * 1024 * 1024
-"""Of the limit, for activations, torch's work space and threads; ``device_budget`` is the rest beside the imports."""
+MARGIN_BYTES = 80 * 1024 * 1024
+"""Of the limit, for what is no block: Python's and torch's work space, threads, the page cache of what is imported
+while it trains. ``device_budget`` is the rest beside what is resident before."""
+
+
+class StepClock:
+    """Losses, and seconds from each one to the next: a step, wherever in it the loss is told."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.step_s: list[float] = []
+        self._last = 0.0
+
+    def tell(self, loss: torch.Tensor) -> None:
+        """Once a step."""
+        now = time.perf_counter()
+        if self.losses:
+            self.step_s.append(now - self._last)
+        self._last = now
+        self.losses.append(loss.item())
 
 
 def batch_of(task: dict[str, Any], step: int, options: GPTOptions) -> torch.Tensor:
@@ -42,7 +62,7 @@ def recompute(model: GPT) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def stock(task: dict[str, Any], options: GPTOptions) -> list[float]:
+def stock(task: dict[str, Any], options: GPTOptions, clock: StepClock) -> None:
     """Plain FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -58,25 +78,21 @@ def stock(task: dict[str, Any], options: GPTOptions) -> list[float]:
     model.to_empty(device="cpu")
     model.init_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    losses = []
     for step in range(task["steps"]):
         loss = loss_of(model, batch_of(task, step, options))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        clock.tell(loss)
     dist.destroy_process_group()
-    return losses
 
 
-def memwall(task: dict[str, Any], options: GPTOptions) -> list[float]:
+def memwall(task: dict[str, Any], options: GPTOptions, clock: StepClock) -> None:
     """memwall under Lightning."""
     import lightning.pytorch as L
     from torch.utils.data import DataLoader
 
     from memwall_strategy import MemwallStrategy, OverlapConfig, PoolConfig
-
-    losses: list[float] = []
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
@@ -86,7 +102,7 @@ def memwall(task: dict[str, Any], options: GPTOptions) -> list[float]:
 
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             loss = loss_of(self.model, batch)
-            losses.append(loss.item())
+            clock.tell(loss)
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -106,10 +122,9 @@ def memwall(task: dict[str, Any], options: GPTOptions) -> list[float]:
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Module(), DataLoader(batches, batch_size=None))
-    return losses
 
 
-def deepspeed(task: dict[str, Any], options: GPTOptions) -> list[float]:
+def deepspeed(task: dict[str, Any], options: GPTOptions, clock: StepClock) -> None:
     """ZeRO-3; weights and optimizer state on disk, buffers as small as the widest weight lets them be."""
     import deepspeed as ds
 
@@ -137,13 +152,11 @@ def deepspeed(task: dict[str, Any], options: GPTOptions) -> list[float]:
         model = GPT(options)
     recompute(model)
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
-    losses = []
     for step in range(task["steps"]):
         loss = loss_of(engine, batch_of(task, step, options))
         engine.backward(loss)
         engine.step()
-        losses.append(loss.item())
-    return losses
+        clock.tell(loss)
 
 
 def resident_bytes() -> int:
@@ -152,7 +165,12 @@ def resident_bytes() -> int:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
 
 
-VARIANTS: dict[str, Callable[[dict[str, Any], GPTOptions], list[float]]] = {
+def says_it_does_not_fit(error: PoolFull | ConfigError) -> bool:
+    """Whether memwall refused for want of memory; other mistakes in the options are not meant."""
+    return isinstance(error, PoolFull) or "are missing" in str(error)
+
+
+VARIANTS: dict[str, Callable[[dict[str, Any], GPTOptions, StepClock], None]] = {
     "stock": stock,
     "memwall": memwall,
     "deepspeed": deepspeed,
@@ -166,10 +184,16 @@ def main() -> None:
     torch.set_num_threads(task["threads"])
     options = GPTOptions(**task["model"])
     torch.manual_seed(0)
-    start = time.perf_counter()
-    losses = VARIANTS[task["variant"]](task, options)
-    seconds = time.perf_counter() - start
-    print("\n" + json.dumps({"losses": losses, "seconds": seconds}), flush=True)
+    start, clock = time.perf_counter(), StepClock()
+    try:
+        VARIANTS[task["variant"]](task, options, clock)
+    except (PoolFull, ConfigError) as error:
+        if not says_it_does_not_fit(error):
+            raise
+        said = {"does_not_fit": str(error)}
+    else:
+        said = {"losses": clock.losses, "step_s": clock.step_s, "seconds": time.perf_counter() - start}
+    print("\n" + json.dumps(said), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a recipe puts around the host tier's copies: a link of a given rate, or raw copies beside each page-in.
+"""A link of a given rate between host and device, for a machine that has none.
 
 A card's link is told by what it moves for each operation that the card computes, because that ratio decides what can be
 hidden; the bench machine's link is made as slow for its own arithmetic.
@@ -6,15 +6,14 @@ hidden; the bench machine's link is made as slow for its own arithmetic.
 
 from __future__ import annotations
 
-import ctypes
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from memwall_strategy.pool.arena import PAGE_BYTES, aligned
-from memwall_strategy.pool.store import MemoryStore, Pairs, matched
+from memwall_strategy.pool.store import MemoryStore, Pairs
 
 CARD_FLOPS = 400e12
 """Operations per second that training reaches on an H100 in bf16: about 40 % of its 989 TFLOP/s (NVIDIA's data sheet),
@@ -52,6 +51,7 @@ class SlowLink:
 
     bytes_per_s: float
     moved_s: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # each way has a thread of its own
 
     def install(self, store: MemoryStore) -> None:
         """Slow the store's copies down."""
@@ -59,7 +59,8 @@ class SlowLink:
 
     def take(self) -> float:
         """Seconds of all copies since the last call."""
-        taken, self.moved_s = self.moved_s, 0.0
+        with self._lock:
+            taken, self.moved_s = self.moved_s, 0.0
         return taken
 
     def _slow(self, copy: Callable[..., None]) -> Callable[..., None]:
@@ -68,61 +69,7 @@ class SlowLink:
             copy(pairs, after)
             wanted = sum(placement.bytes for placement, _ in pairs) / self.bytes_per_s
             time.sleep(max(0.0, start + wanted - time.perf_counter()))  # the lane's thread: it computes nothing
-            self.moved_s += max(wanted, time.perf_counter() - start)
+            with self._lock:
+                self.moved_s += max(wanted, time.perf_counter() - start)
 
         return slowed
-
-
-@dataclass
-class BesideRaw:
-    """After, or before, every copy out of the host tier one plain copy of as many bytes, by the same thread.
-
-    The raw copy reads a stretch of memory of its own that moves on as the state's does, and writes two buffers in turn,
-    as slots are.
-
-    Attributes:
-        measuring: False: copies are only passed on.
-        sizes, page_s, raw_s: bytes and seconds of both, copy by copy.
-    """
-
-    source: torch.Tensor
-    measuring: bool = True
-    sizes: list[int] = field(default_factory=list)
-    page_s: list[float] = field(default_factory=list)
-    raw_s: list[float] = field(default_factory=list)
-    _targets: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    _at: int = 0
-
-    def install(self, store: MemoryStore) -> None:
-        """Measure the store's reads."""
-        store.read = self._beside(store.read)  # type: ignore[method-assign]
-
-    def _beside(self, copy: Callable[..., None]) -> Callable[..., None]:
-        def both(pairs: Pairs, after: torch.cuda.Event | None = None) -> None:
-            pairs = matched(pairs)
-            if not self.measuring:
-                copy(pairs, after)
-                return
-            turn, nbytes = len(self.sizes) % 2, sum(extent.nbytes for _, extent in pairs)
-            raw = self._raw(nbytes, len(self.sizes) // 2 % 2)
-            calls = [lambda: copy(pairs, after), raw]
-            seconds = [0.0, 0.0]
-            for which in (turn, 1 - turn):
-                start = time.perf_counter()
-                calls[which]()
-                seconds[which] = time.perf_counter() - start
-            self.sizes.append(nbytes)
-            self.page_s.append(seconds[0])
-            self.raw_s.append(seconds[1])
-
-        return both
-
-    def _raw(self, nbytes: int, slot: int) -> Callable[[], object]:
-        if (nbytes, slot) not in self._targets:
-            self._targets[nbytes, slot] = torch.ones(nbytes, dtype=torch.uint8)
-        target = self._targets[nbytes, slot].data_ptr()
-        if self._at + nbytes > self.source.numel():
-            self._at = 0
-        source = self.source.data_ptr() + self._at
-        self._at += aligned(nbytes, PAGE_BYTES)
-        return lambda: ctypes.memmove(target, source, nbytes)

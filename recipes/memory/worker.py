@@ -21,43 +21,47 @@ from torch.utils.data import DataLoader
 from memwall_strategy import MemwallStrategy, OverlapConfig, PoolConfig
 from memwall_strategy.core.block import Tier
 from memwall_strategy.pool import needed_device_bytes
-from memwall_strategy.pool.arena import PAGE_BYTES, aligned
-from memwall_strategy.pool.mapping import Mapping
 
 from ..bench_engine.worker import RandomTokens, constant
 from ..gpt.module import GPTModule
 from ..gpt.options import GPTOptions
-from .link import BesideRaw, SlowLink, scaled_rate
-
-STATE_BYTES = 8
-"""Two fp32 moments, a weight."""
+from .beside_raw import BesideRaw
+from .link import SlowLink, scaled_rate
 
 
 class Watch(L.Callback):
-    """Seconds of each step and the pool's figures of it; puts what is asked for around the host tier's copies."""
+    """Seconds from the start of each step to that of the next, and the pool's figures of it.
 
-    def __init__(self, around: SlowLink | BesideRaw | None) -> None:
-        self.step_s: list[float] = []
+    Args:
+        around: what goes around the copies of the optimizer's state.
+        warmup: steps that it does not measure.
+    """
+
+    def __init__(self, around: SlowLink | BesideRaw | None, warmup: int) -> None:
+        self.period_s: list[float] = []
         self.figures: list[dict[str, float]] = []
         self.losses: list[float] = []
         self.moved_s: list[float] = []
-        self._around = around
+        self._around, self._warmup = around, warmup
         self._start = 0.0
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if self._around is not None:
-            self._around.install(trainer.strategy.runtime.pool.stores[Tier.HOST])
+        pool = trainer.strategy.runtime.pool
+        if isinstance(self._around, SlowLink):
+            self._around.install(pool.stores[Tier.HOST])
+        elif self._around is not None:
+            for pager in pool.pagers:
+                self._around.install(pager.homes)
 
-    def on_train_end(self, *_: Any) -> None:
-        if isinstance(self._around, BesideRaw):
-            self._around.measuring = False  # the pool closes next, and gives the state back block by block
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         torch.distributed.barrier()
-        self._start = time.perf_counter()
+        before, self._start = self._start, time.perf_counter()
+        if before:
+            self.period_s.append(self._start - before)
+        if isinstance(self._around, BesideRaw):
+            self._around.measuring = len(self.period_s) >= self._warmup
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        self.step_s.append(time.perf_counter() - self._start)
         self.losses.append(float(outputs["loss"]))
         runtime = trainer.strategy.runtime
         self.figures.append(runtime.metrics())
@@ -65,13 +69,11 @@ class Watch(L.Callback):
 
 
 def around_of(variant: str, task: dict[str, Any], device: dict[str, Any] | None) -> SlowLink | BesideRaw | None:
-    """What goes around the host tier's copies in a variant; ``device``: as for ``train``."""
+    """What goes around the copies in a variant; ``device``: as for ``train``."""
     if variant.endswith(", slow link"):
         tokens = task["batch"] * task["model"]["context"]
-        return SlowLink(scaled_rate(device["parameters"], tokens, statistics.median(device["step_s"])))
-    if variant.endswith(", beside raw copies"):
-        return BesideRaw(Mapping(aligned(STATE_BYTES * device["parameters"], PAGE_BYTES), touch=True).bytes)
-    return None
+        return SlowLink(scaled_rate(device["parameters"], tokens, statistics.median(device["period_s"])))
+    return BesideRaw() if variant.endswith(", beside raw copies") else None
 
 
 def pool_of(place: str, task: dict[str, Any], budget_bytes: int | None) -> PoolConfig:
@@ -82,13 +84,9 @@ def pool_of(place: str, task: dict[str, Any], budget_bytes: int | None) -> PoolC
         case "device":
             return PoolConfig()
         case "host":
-            return PoolConfig(
-                device_budget=budget_bytes, host_budget="2GiB", optimizer_on="device", activations="keep"
-            )
+            return PoolConfig(device_budget=budget_bytes, host_budget="2GiB", optimizer_on="device", activations="keep")
         case "host, stepped there":
-            return PoolConfig(
-                device_budget=budget_bytes, host_budget="2GiB", optimizer_on="host", activations="keep"
-            )
+            return PoolConfig(device_budget=budget_bytes, host_budget="2GiB", optimizer_on="host", activations="keep")
         case "disk":
             return PoolConfig(
                 device_budget=budget_bytes, host_budget=0, disk_budget="2GiB", disk_path=task["folder"],
@@ -114,7 +112,7 @@ def train(variant: str, task: dict[str, Any], device: dict[str, Any] | None) -> 
     world, total = int(os.environ["WORLD_SIZE"]), task["steps"] + task["warmup"]
     tokens = RandomTokens(total * task["batch"] * world, options.context + 1, options.vocab)
     around = around_of(variant, task, device)
-    watch = Watch(around)
+    watch = Watch(around, task["warmup"])
     overlap = OverlapConfig(enabled=place != "off", lanes=world > 1, optimizer_in_backward="in backward" in special)
     budget_bytes = device["needed_bytes"] if device is not None else None
     trainer = L.Trainer(
@@ -137,7 +135,7 @@ def train(variant: str, task: dict[str, Any], device: dict[str, Any] | None) -> 
 
     return {
         "variant": variant,
-        "step_s": watch.step_s[first:],
+        "period_s": watch.period_s[first:],
         "losses": watch.losses,
         "needed_bytes": needed.get("bytes"),
         "peak_bytes": max((f.get("memwall/pool/device_peak_bytes", 0.0) for f in kept), default=0.0),
