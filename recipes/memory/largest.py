@@ -35,7 +35,7 @@ from ..figures import Row
 LIMIT_BYTES = 1024**3
 MODEL = {"heads": 8, "hidden": 512, "context": 128, "dropout": 0.0}
 TASK = {"batch": 1, "steps": 3, "threads": 1, "limit_bytes": LIMIT_BYTES}
-STARTS = {"stock": 15, "memwall": 46, "deepspeed": 32}
+STARTS = {"stock": 16, "memwall": 51, "deepspeed": 32}
 """Layers from which the search starts; anything near the end saves tries."""
 BUILD_LIMIT_BYTES = 16 * 1024**3
 BUILD_LIMIT_S = 1800
@@ -77,8 +77,7 @@ def deepspeed_row(folder: Path, python: str) -> Row:
     if asked.returncode:
         return (name, "-", "not measured", "no DeepSpeed in this Python; another one: --deepspeed-python")
     try:
-        if attempt("deepspeed", 1, folder, python, BUILD_LIMIT_BYTES) is None:
-            return (name, "-", "not measured", f"one layer needs more than {format_size(BUILD_LIMIT_BYTES)}")
+        attempt("deepspeed", 1, folder, python, BUILD_LIMIT_BYTES)
         layers, result = deepest("deepspeed", folder, python)
     except Failed as error:
         print(error, flush=True)
@@ -97,13 +96,14 @@ def deepest(side: str, folder: Path, python: str) -> tuple[int, dict[str, Any]]:
         Failed: a run broke off for another reason than memory.
         SystemExit: not one layer fits.
     """
-    results: dict[int, dict[str, Any] | None] = {}
+    results: dict[int, dict[str, Any]] = {}
 
     def fits(layers: int) -> bool:
         print(f"  {side}, {layers} layers, {parameters(layers) / 1e6:.1f} M parameters:", end=" ", flush=True)
         result = results[layers] = attempt(side, layers, folder, python, LIMIT_BYTES)
-        print("do not fit" if result is None else f"fit, {result['seconds']:.0f} s", flush=True)
-        return result is not None
+        why = result.get("does_not_fit")
+        print(f"fit, {result['seconds']:.0f} s" if why is None else f"do not fit: {why[:160]}", flush=True)
+        return why is None
 
     layers = bisect(fits, STARTS[side])
     if layers == 0:
@@ -130,8 +130,8 @@ def bisect(fits: Callable[[int], bool], start: int) -> int:
     return low
 
 
-def attempt(side: str, layers: int, folder: Path, python: str, limit_bytes: int) -> dict[str, Any] | None:
-    """One run: its figures; None where it needs more than the limit.
+def attempt(side: str, layers: int, folder: Path, python: str, limit_bytes: int) -> dict[str, Any]:
+    """One run: as ``outcome``.
 
     Raises:
         Failed: it broke off for another reason.
@@ -145,22 +145,20 @@ def attempt(side: str, layers: int, folder: Path, python: str, limit_bytes: int)
     return outcome(run)
 
 
-def outcome(run: Limited) -> dict[str, Any] | None:
-    """The figures of a run; None where the kernel killed it at its limit, or memwall said that it does not fit.
+def outcome(run: Limited) -> dict[str, Any]:
+    """The figures of a run; ``does_not_fit`` alone where the kernel killed it at its limit, or memwall refused it.
 
     Raises:
         Failed: neither, nor did it get through.
     """
     if run.killed:
-        return None
+        return {"does_not_fit": "killed at the limit"}
     if run.timed_out:
         raise Failed(f"{run.output[-3000:]}\nit took longer than it may")
     if run.code:
         raise Failed(f"{run.output[-3000:]}\nexit code {run.code}")
     said = json.loads(run.output.strip().splitlines()[-1])
-    if "does_not_fit" in said:
-        return None
-    if not all(map(math.isfinite, said["losses"])):
+    if not all(map(math.isfinite, said.get("losses", []))):
         raise Failed(f"losses {said['losses']}")
     return said
 

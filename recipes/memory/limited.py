@@ -25,7 +25,7 @@ from memwall_strategy.core.errors import ConfigError, PoolFull
 from ..gpt.model import GPT
 from ..gpt.options import GPTOptions
 
-MARGIN_BYTES = 80 * 1024 * 1024
+MARGIN_BYTES = 48 * 1024 * 1024
 """Of the limit, for what is no block: Python's and torch's work space, threads, the page cache of what is imported
 while it trains. ``device_budget`` is the rest beside what is resident before."""
 
