@@ -1,6 +1,6 @@
 """What paging the optimizer's state costs, what a rank holds on its device, and the largest model under a limit.
 
-    python -m recipes.memory                       # all figures, about a quarter of an hour on 2 cores
+    python -m recipes.memory                       # all figures, about 20 minutes on 2 cores
     python -m recipes.memory paging --repeats 5    # one of: paging, jitter, link, overhead, ranks, phases, largest
 
 - ``paging``: AdamW state on the host, on disk, and on the host with units that step inside the backward, beside all of
@@ -9,8 +9,9 @@
 - ``jitter``: (p95 - p50) / p50 of page-ins, and of raw copies of as many bytes that the same thread makes just before
   or after each (see ``recipes.memory.beside_raw``); times are taken over the median of their size, so that units of
   different sizes do not mix.
-- ``link``: the host behind a link as slow, for this machine's arithmetic, as PCIe 5 is for an H100's (see
-  ``recipes.memory.link``): how much of the paging is hidden.
+- ``link``: the host behind a link as slow, for this machine's arithmetic, as PCIe 5 is for an H100's (64 GB/s for 400
+  TFLOP/s, state over 32,768 tokens a step, see ``recipes.memory.link``): how much of the paging is hidden. State that
+  moves in the step after the backward has little to hide behind; claimed is the one that steps in the backward.
 - ``overhead``: the pool on, with everything on the device, beside the pool off.
 - ``ranks``: device bytes of one of 8 ranks, weights sharded and state on the host, beside 16 bytes a parameter, what
   one process holds that trains in fp32 with AdamW.
@@ -200,7 +201,9 @@ def main() -> None:
     parser = figures_parser("recipes.memory", __doc__, FIGURES)
     parser.add_argument("--folder", type=Path, help="where the disk tier goes (default: a temporary folder)")
     parser.add_argument(
-        "--deepspeed-python", default=sys.executable, help="the Python that has DeepSpeed (default: this one)"
+        "--deepspeed-python",
+        default=sys.executable,
+        help="largest: the Python that has DeepSpeed (default: this one); its first use compiles",
     )
     arguments = parse(parser)
     with tempfile.TemporaryDirectory(prefix="memwall-memory-", dir=arguments.folder) as folder:

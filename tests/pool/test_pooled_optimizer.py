@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 import itertools
 import pickle
@@ -15,6 +16,7 @@ import torch
 from memwall_strategy.core.block import Kind, Tier
 from memwall_strategy.core.errors import ConfigError, MemwallError
 from memwall_strategy.engine.optimizer_parts import probe
+from memwall_strategy.pool import store as store_module
 from memwall_strategy.pool.pooled_optimizer import PooledOptimizer
 from tests.pool.state import MIB, make_net, pooled, step
 
@@ -379,3 +381,20 @@ def test_units_without_a_gradient_are_left_out(tmp_path: Path) -> None:
                 its_net.head(x).square().mean().backward()
                 its.step()
         assert_same(plain.state_dict(), optimizer.state_dict())
+
+
+def test_large_and_small_state_of_a_unit_travel_as_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = make_net(layers=4, width=300)  # weights of 352 KiB with pages for themselves, biases that share some
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    with pooled(optimizer, net, device=3 * MIB, host=16 * MIB) as (paged, pool):
+        for number in range(2):  # the first step makes the state
+            step(net, paged, number)
+        pool.drain()
+        copies: list[int] = []
+        real = ctypes.memmove
+        monkeypatch.setattr(store_module.ctypes, "memmove", lambda to, at, n: copies.append(n) or real(to, at, n))
+        step(net, paged, 2)
+        pool.drain()
+        pages = len(copies) // 2
+        assert pages >= 3 and max(copies) > 2 * 300 * 300 * 4, "moments of weights and biases together"
+        assert len(copies) == 2 * pages <= 2 * len(paged.unit_steps._pager.units)
