@@ -6,9 +6,9 @@
 - ``paging``: AdamW state on the host, on disk, and on the host with units that step inside the backward, beside all of
   it on the device; one process, 6.4 million parameters, the device budget that lets all state leave. Variants alternate
   inside one process. Hidden: the share of the lanes' time that the training thread did not wait for.
-- ``jitter``: (p95 - p50) / p50 of page-ins, and of raw copies of as many bytes that the same thread makes just before
-  or after each (see ``recipes.memory.beside_raw``); times are taken over the median of their size, so that units of
-  different sizes do not mix.
+- ``jitter``: (p95 - p50) / p50 of page-ins, and of raw copies of the same bytes that the same thread makes in turn with
+  them (see ``recipes.memory.beside_raw``); times are taken over the median of their size, so that units of different
+  sizes do not mix.
 - ``link``: the host behind a link as slow, for this machine's arithmetic, as PCIe 5 is for an H100's (64 GB/s for 400
   TFLOP/s, state over 32,768 tokens a step, see ``recipes.memory.link``): how much of the paging is hidden. State that
   moves in the step after the backward has little to hide behind; claimed is the one that steps in the backward.
@@ -115,33 +115,30 @@ def disk_rates(folder: Path, nbytes: int = 64 * 2**20) -> tuple[float, float]:
 
 
 def jitter(repeats: int, folder: Path) -> list[Row]:
-    """Page-ins beside raw copies."""
+    """Page-ins in turn with raw copies; steps are short, so that there are many."""
     places = ["host", "host, in backward"]
-    runs = run(task_of(["device", *(f"{p}, beside raw copies" for p in places * repeats)], folder, steps=30), 1)
+    variants = ["device", *(f"{place}, beside raw copies" for place in places * repeats)]
+    runs = run(task_of(variants, folder, steps=120, warmup=5, batch=1), 1)
     rows = []
     for place in places:
-        copies = [each["page_ins"] for each in runs if each["variant"] == f"{place}, beside raw copies"]
-        pairs = [(spread(sizes, paged), spread(sizes, raw)) for sizes, paged, raw in copies]
-        excess = sorted(paged - raw for paged, raw in pairs)
-        page_in, plain = (statistics.median(values) for values in zip(*pairs, strict=True))
-        widest = max(max(sizes) for sizes, _, _ in copies)
-        middle = [
-            statistics.median(t for three in copies for n, t in zip(three[0], three[i], strict=True) if n == widest)
-            for i in (1, 2)
-        ]
+        both = [each["page_ins"] for each in runs if each["variant"] == f"{place}, beside raw copies"]
+        excess = sorted(spread(page_ins) - spread(raw) for page_ins, raw in both)
+        page_ins, raw = ([each for two in both for each in two[i]] for i in (0, 1))
+        widest = max(nbytes for nbytes, _ in page_ins)
+        middle = [statistics.median(s for nbytes, s in each if nbytes == widest) * 1e3 for each in (page_ins, raw)]
         rows.append(
             (f"state on {place}: jitter of page-ins, less that of raw copies", "at most 0.05",
-             f"{statistics.median(excess):+.2f} ({excess[0]:+.2f}..{excess[-1]:+.2f}, {len(excess)} runs)",
-             f"{page_in:.2f} and {plain:.2f}, {len(copies[0][0])} of both a run; of {widest / 2**20:.1f} MiB: median "
-             f"{middle[0] * 1e3:.2f} ms, raw {middle[1] * 1e3:.2f} ms")
+             f"{spread(page_ins) - spread(raw):+.2f} (runs {excess[0]:+.2f}..{excess[-1]:+.2f})",
+             f"{spread(page_ins):.2f} and {spread(raw):.2f}, of {len(page_ins)} and {len(raw)} in {len(both)} runs; of "
+             f"{widest / 2**20:.1f} MiB: median {middle[0]:.2f} ms, raw {middle[1]:.2f} ms")
         )  # fmt: skip
     return rows
 
 
-def spread(sizes: Sequence[int], times: Sequence[float]) -> float:
-    """(p95 - p50) / p50 of times over the median of their size."""
+def spread(copies: Sequence[tuple[int, float]]) -> float:
+    """(p95 - p50) / p50 of (bytes, seconds), each over the median of its size."""
     by_size: dict[int, list[float]] = {}
-    for size, seconds in zip(sizes, times, strict=True):
+    for size, seconds in copies:
         by_size.setdefault(size, []).append(seconds)
     over = sorted(t / statistics.median(group) for group in by_size.values() for t in group)
     middle = statistics.median(over)

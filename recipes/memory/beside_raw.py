@@ -1,9 +1,8 @@
-"""Raw copies beside page-ins: what a plain copy of the same bytes takes at the same moment.
+"""Raw copies in turn with page-ins: what a plain copy of the same bytes takes in the same place.
 
-Both copy as many bytes, in the same thread, one right after the other, in turn the one and the other first. The memory
-of the raw copies is laid out like the state's (a home for each unit, a slot for each slot) and as old: with each
-page-out the raw slot is copied to the raw home, in the lane's thread too. What it has not is the optimizer's arithmetic
-on the slot.
+Before every other page-in of a unit the same thread copies the unit's state from the same home into the same slot with
+plain ``memmove``; that is measured instead of the page-in, which follows and finds warm memory. So both are measured on
+the same memory, as old, with the same neighbours at work, and as often.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from memwall_strategy.pool.arena import GRANULE_BYTES
 from memwall_strategy.pool.state_homes import Pairs, StateHomes
 
 
@@ -23,57 +21,58 @@ class BesideRaw:
 
     Attributes:
         measuring: False: both are made, and nothing is noted.
-        sizes, page_s, raw_s: bytes and seconds of both, page-in by page-in.
+        page_ins, raw: bytes and seconds of each.
     """
 
     def __init__(self) -> None:
         self.measuring = False
-        self.sizes: list[int] = []
-        self.page_s: list[float] = []
-        self.raw_s: list[float] = []
-        self._homes: dict[str, torch.Tensor] = {}
-        self._slots: dict[int, torch.Tensor] = {}
-        self._turns: dict[str, int] = {}
+        self.page_ins: list[tuple[int, float]] = []
+        self.raw: list[tuple[int, float]] = []
+        self._raw_next: dict[str, bool] = {}
 
     def install(self, homes: StateHomes) -> None:
-        """Put raw copies beside all that comes from these homes and goes to them."""
-        homes.copy_in = self._beside(homes.copy_in)  # type: ignore[method-assign]
-        homes.copy_out = self._after(homes.copy_out)  # type: ignore[method-assign]
+        """Measure all that comes from these homes."""
+        copy = homes.copy_in
 
-    def _beside(self, copy: Callable[..., None]) -> Callable[..., None]:
-        def both(pairs: Pairs, after: Any) -> None:
-            unit, nbytes, home, slot = self._raw(pairs)
-            turn = self._turns[unit] = 1 - self._turns.get(unit, len(self._turns) % 2)
-            calls = [lambda: copy(pairs, after), lambda: ctypes.memmove(slot, home, nbytes)]
-            seconds = [0.0, 0.0]
-            for which in (turn, 1 - turn):
-                start = time.perf_counter()
-                calls[which]()
-                seconds[which] = time.perf_counter() - start
-            if self.measuring:
-                self.sizes.append(nbytes)
-                self.page_s.append(seconds[0])
-                self.raw_s.append(seconds[1])
+        def measured(pairs: Pairs, after: Any) -> None:
+            unit, nbytes = pairs[0][0].block.unit, sum(field.nbytes for field, _ in pairs)
+            raw = raw_copy(homes, pairs)  # in both turns: it must not tell them apart
+            if self._turn(unit):
+                self._note(self.raw, nbytes, raw)
+                copy(pairs, after)
+            else:
+                self._note(self.page_ins, nbytes, lambda: copy(pairs, after))
 
-        return both
+        homes.copy_in = measured  # type: ignore[method-assign]
 
-    def _after(self, copy: Callable[..., None]) -> Callable[..., None]:
-        def both(pairs: Pairs, after: Any) -> None:
-            copy(pairs, after)
-            _, nbytes, home, slot = self._raw(pairs)
-            ctypes.memmove(home, slot, nbytes)
+    def _turn(self, unit: str) -> bool:
+        now = self._raw_next.get(unit, len(self._raw_next) % 2 == 0)
+        self._raw_next[unit] = not now
+        return now
 
-        return both
+    def _note(self, noted: list[tuple[int, float]], nbytes: int, call: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start
+        if self.measuring:
+            noted.append((nbytes, seconds))
 
-    def _raw(self, pairs: Pairs) -> tuple[str, int, int, int]:
-        """The unit, how many bytes, and the addresses of its raw home and of the raw slot."""
-        field, memory = pairs[0]
-        unit, nbytes = field.block.unit, sum(each.nbytes for each, _ in pairs)
-        at = memory.data_ptr()
-        return unit, nbytes, self._room(self._homes, unit, nbytes), self._room(self._slots, at, nbytes)
 
-    @staticmethod
-    def _room(rooms: dict[Any, torch.Tensor], key: Any, nbytes: int) -> int:
-        if key not in rooms or rooms[key].numel() < nbytes:
-            rooms[key] = torch.ones(nbytes, dtype=torch.uint8)  # resident
-        return rooms[key].data_ptr()
+def raw_copy(homes: StateHomes, pairs: Pairs) -> Callable[[], None]:
+    """The copy of a unit's state from its home on the host into memory, in as few pieces as it lies in."""
+    pieces: list[tuple[int, int, int]] = []
+    for field, memory in pairs:
+        home = homes.table.readable(field.block)
+        pieces.append((memory.data_ptr(), homes.stores[home.tier].extent_of(home).address, field.nbytes))
+    joined: list[list[int]] = []
+    for to, at, nbytes in sorted(pieces):
+        if joined and to - joined[-1][0] == at - joined[-1][1] and to - sum(joined[-1][::2]) < GRANULE_BYTES:
+            joined[-1][2] = to + nbytes - joined[-1][0]  # what lies between is padding
+        else:
+            joined.append([to, at, nbytes])
+
+    def run() -> None:
+        for to, at, nbytes in joined:
+            ctypes.memmove(to, at, nbytes)
+
+    return run

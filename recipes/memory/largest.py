@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -73,8 +74,7 @@ def largest(repeats: int, folder: Path, deepspeed_python: str) -> list[Row]:
 def deepspeed_row(folder: Path, python: str) -> Row:
     """DeepSpeed with NVMe offload, or why not."""
     name = f"DeepSpeed with NVMe offload: most parameters under {format_size(LIMIT_BYTES)}"
-    asked = subprocess.run([python, "-c", "import deepspeed"], env=environment(), capture_output=True, check=False)
-    if asked.returncode:
+    if not _imports("deepspeed", python):
         return (name, "-", "not measured", "no DeepSpeed in this Python; another one: --deepspeed-python")
     try:
         attempt("deepspeed", 1, folder, python, BUILD_LIMIT_BYTES)
@@ -83,6 +83,13 @@ def deepspeed_row(folder: Path, python: str) -> Row:
         print(error, flush=True)
         return (name, "-", "not measured", f"it does not train here: {str(error).splitlines()[-1][:100]}")
     return (name, "-", f"{parameters(layers) / 1e6:.1f} M", f"{layers} layers, {_step(result)}, weights on disk too")
+
+
+def _imports(name: str, python: str) -> bool:
+    if shutil.which(python) is None:
+        return False
+    asked = subprocess.run([python, "-c", f"import {name}"], env=environment(), capture_output=True, check=False)
+    return asked.returncode == 0
 
 
 def _step(result: dict[str, Any]) -> str:

@@ -146,7 +146,7 @@ def train(variant: str, task: dict[str, Any], device: dict[str, Any] | None) -> 
         "exposed_s": median("memwall/pool/exposed_s"),
         "moved_s": statistics.median(watch.moved_s[first:]),
         "bytes_per_s": around.bytes_per_s if isinstance(around, SlowLink) else None,
-        "page_ins": [around.sizes, around.page_s, around.raw_s] if isinstance(around, BesideRaw) else None,
+        "page_ins": [around.page_ins, around.raw] if isinstance(around, BesideRaw) else None,
         "io_bytes": disk_bytes() - io_before,
         "parameters": sum(p.numel() for p in module.parameters()),
         "steps": total,

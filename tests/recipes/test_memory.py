@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import threading
 from pathlib import Path
@@ -10,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memwall_strategy.core.block import Block
+from memwall_strategy.core.block import Block, Tier
 from memwall_strategy.core.errors import ConfigError, PoolFull
 from recipes.cgroup import Limited
 from recipes.memory import __main__ as memory
 from recipes.memory import largest, limited
-from recipes.memory.beside_raw import BesideRaw
+from recipes.memory.beside_raw import BesideRaw, raw_copy
 from recipes.memory.link import CARD_FLOPS, CARD_LINK_BYTES_PER_S, CARD_TOKENS, SlowLink, scaled_rate
 
 # -- the search --
@@ -110,9 +111,9 @@ def test_another_error_ends_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_spread_does_not_mix_sizes() -> None:
     times = [1.0] * 95 + [2.0] * 6
-    assert memory.spread([1] * 101, times) == pytest.approx(1.0)
-    assert memory.spread([1] * 101 + [2] * 101, [*times, *(10 * t for t in times)]) == pytest.approx(1.0)
-    assert memory.spread([1] * 50 + [2] * 50, [1.0] * 50 + [7.0] * 50) == 0.0
+    assert memory.spread([(1, t) for t in times]) == pytest.approx(1.0)
+    assert memory.spread([(n, n * t) for n in (1, 10) for t in times]) == pytest.approx(1.0)
+    assert memory.spread([(1, 1.0)] * 50 + [(2, 7.0)] * 50) == 0.0
 
 
 def test_a_link_is_scaled_to_the_arithmetic() -> None:
@@ -154,36 +155,56 @@ def test_a_slow_link_takes_what_its_bytes_take() -> None:
 
 
 class _Homes:
-    """Copies as the pool's homes do, one field a unit."""
+    """Homes in one stretch of memory: two fields side by side, one further on."""
 
     def __init__(self) -> None:
-        self.rest = {name: torch.full((64,), float(i)) for i, name in enumerate("ab")}
+        self.memory = torch.arange(3 * 256, dtype=torch.uint8)
+        self.at = {"one": 0, "two": 128, "three": 512}
+        self.table, self.stores = self, {Tier.HOST: self}
+        self.copies: list[str] = []
+
+    def readable(self, block: Block) -> SimpleNamespace:
+        return SimpleNamespace(tier=Tier.HOST, block=block)
+
+    def extent_of(self, home: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(address=self.memory.data_ptr() + self.at[home.block.parameter])
 
     def copy_in(self, pairs: list, after: object) -> None:
+        self.copies.append(pairs[0][0].block.unit)
         for field, slot in pairs:
-            slot.copy_(self.rest[field.block.unit])
-
-    def copy_out(self, pairs: list, after: object) -> None:
-        for field, slot in pairs:
-            self.rest[field.block.unit].copy_(slot)
+            at = self.at[field.block.parameter]
+            slot.copy_(self.memory[at : at + field.nbytes])
 
 
-def test_raw_copies_leave_the_state_alone_and_take_turns() -> None:
-    homes, beside = _Homes(), BesideRaw()
+def _pairs(unit: str, slot: torch.Tensor) -> list:
+    """Fields of 100 bytes, in a slot on 128 bytes each."""
+    fields = [SimpleNamespace(block=Block(unit, name, "exp_avg"), nbytes=100) for name in ("one", "two", "three")]
+    return [(field, slot[128 * i : 128 * i + 100]) for i, field in enumerate(fields)]
+
+
+def test_a_raw_copy_moves_what_a_page_in_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    homes, slot, wanted = _Homes(), torch.zeros(384, dtype=torch.uint8), torch.zeros(384, dtype=torch.uint8)
+    homes.copy_in(_pairs("a", wanted), None)
+    lengths, real = [], ctypes.memmove
+    monkeypatch.setattr(ctypes, "memmove", lambda to, at, n: lengths.append(n) or real(to, at, n))
+    raw_copy(homes, _pairs("a", slot))()
+    assert lengths == [228, 100], "fields that lie alike in home and slot are one piece"
+    for low in (0, 128, 256):
+        assert torch.equal(slot[low : low + 100], wanted[low : low + 100])
+
+
+def test_page_ins_and_raw_copies_take_turns() -> None:
+    homes, beside, slot = _Homes(), BesideRaw(), torch.zeros(384, dtype=torch.uint8)
     beside.install(homes)
-    slots = [torch.zeros(64), torch.zeros(64)]
-    turns: dict[str, list[int]] = {"a": [], "b": []}
-    for step in range(4):
+    noted = []
+    for step in range(6):
         beside.measuring = step >= 2
-        for name, slot in zip("ab", slots, strict=True):
-            pairs = [(SimpleNamespace(block=Block(name, "weight", "exp_avg"), nbytes=256), slot)]
-            homes.copy_in(pairs, None)
-            assert torch.equal(slot, torch.full((64,), float("ab".index(name) + step)))
-            slot += 1
-            homes.copy_out(pairs, None)
-            turns[name].append(beside._turns[name])
-    assert beside.sizes == [256] * 4 and len(beside.page_s) == len(beside.raw_s) == 4
-    assert turns["a"] in ([0, 1, 0, 1], [1, 0, 1, 0]) and turns["b"] != turns["a"], "each goes first half of the time"
+        for unit in "ab":
+            homes.copy_in(_pairs(unit, slot), None)
+            noted.append((len(beside.page_ins), len(beside.raw)))
+    assert homes.copies == list("ab") * 6, "every page-in is made"
+    assert noted[3] == (0, 0) and noted[5] == (1, 1) and noted[-1] == (4, 4), "half of the time the one, half the other"
+    assert {nbytes for nbytes, _ in beside.page_ins + beside.raw} == {300}
 
 
 # -- the disk, by itself --
