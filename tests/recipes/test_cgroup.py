@@ -97,8 +97,9 @@ def test_kills_and_peak_are_read_in_both_versions(tmp_path: Path) -> None:
 # -- with it --
 
 
-def left() -> list[Path]:
-    return list(own_group().glob("memwall-*"))
+def left(pid: int) -> bool:
+    """Whether a process's group is there; others on this machine may have theirs."""
+    return (own_group() / f"memwall-{pid}").exists()
 
 
 @limits
@@ -111,15 +112,16 @@ def test_what_passes_the_limit_is_killed_and_other_ends_are_told_apart() -> None
     assert wrong.code == 1 and "another error" in wrong.output and not wrong.killed
     slow = run_limited(["sleep", "60"], LIMIT_BYTES, timeout_s=0.2)
     assert slow.timed_out and not slow.killed
-    assert left() == []
+    assert not left(os.getpid())
 
 
 @limits
 def test_an_exception_leaves_nothing() -> None:
     with pytest.raises(ValueError, match="on the way"), memory_limit(LIMIT_BYTES) as group:
         process = subprocess.Popen(group.command("sleep", "60"))
+        _until(lambda: str(process.pid) in (group.folder / "cgroup.procs").read_text().split())
         raise ValueError("on the way")
-    assert process.wait(30) == -signal.SIGKILL and left() == []
+    assert process.wait(30) == -signal.SIGKILL and not left(os.getpid())
 
 
 @limits
@@ -129,10 +131,10 @@ def test_nothing_is_left_behind_however_it_ends(how: signal.Signals, tmp_path: P
     script = f"from recipes.cgroup import run_limited; run_limited(['sh', '-c', 'echo $$ > {told}; sleep 60; true'], "
     asks = subprocess.Popen([sys.executable, "-c", f"{script}{LIMIT_BYTES}, timeout_s=60)"], stderr=subprocess.DEVNULL)
     inside = _until(lambda: told.exists() and told.read_text().strip())
-    assert left()
+    assert left(asks.pid)
     asks.send_signal(how)
     asks.wait(30)
-    _until(lambda: not left() and not os.path.exists(f"/proc/{inside}"))
+    _until(lambda: not left(asks.pid) and not os.path.exists(f"/proc/{inside}"))
 
 
 def _until(holds, limit_s: float = 30.0) -> object:
