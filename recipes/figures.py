@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,11 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, measures: Mapping[str, Any]) -> None:
-    """Call each asked figure's function, which returns its rows; print them as a table, and write them if asked."""
+    """Call each asked figure's function, which returns its rows; print them as a table, and write them if asked.
+
+    Asked to end, it takes down what it started, as after Ctrl-C.
+    """
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     rows: list[Row] = []
     for figure in arguments.figures:
         print(f"measuring {figure} ...", flush=True)

@@ -19,87 +19,104 @@ import torch
 from torch.utils.data import DataLoader
 
 from memwall_strategy import MemwallStrategy, OverlapConfig, PoolConfig
+from memwall_strategy.core.block import Tier
 from memwall_strategy.pool import needed_device_bytes
 
 from ..bench_engine.worker import RandomTokens, constant
 from ..gpt.module import GPTModule
 from ..gpt.options import GPTOptions
+from .beside_raw import BesideRaw
+from .link import SlowLink, scaled_rate
 
 
 class Watch(L.Callback):
-    """Seconds of each step, the pool's figures of it, and raw copies of a page-in's size beside it."""
+    """Seconds from the start of each step to that of the next, and the pool's figures of it.
 
-    def __init__(self, probe: bool) -> None:
-        self.step_s: list[float] = []
+    Args:
+        around: what goes around the copies of the optimizer's state.
+        warmup: steps that it does not measure.
+    """
+
+    def __init__(self, around: SlowLink | BesideRaw | None, warmup: int) -> None:
+        self.period_s: list[float] = []
         self.figures: list[dict[str, float]] = []
         self.losses: list[float] = []
-        self.raw_s: list[float] = []
-        self.page_s: list[float] = []
-        self._probe = probe
+        self.moved_s: list[float] = []
+        self._around, self._warmup = around, warmup
         self._start = 0.0
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        pool = trainer.strategy.runtime.pool
+        if isinstance(self._around, SlowLink):
+            self._around.install(pool.stores[Tier.HOST])
+        elif self._around is not None:
+            for pager in pool.pagers:
+                self._around.install(pager.homes)
+
+    def on_train_batch_start(self, *_: Any) -> None:
         torch.distributed.barrier()
-        self._start = time.perf_counter()
+        before, self._start = self._start, time.perf_counter()
+        if before:
+            self.period_s.append(self._start - before)
+        if isinstance(self._around, BesideRaw):
+            self._around.measuring = len(self.period_s) >= self._warmup
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
-        self.step_s.append(time.perf_counter() - self._start)
         self.losses.append(float(outputs["loss"]))
         runtime = trainer.strategy.runtime
         self.figures.append(runtime.metrics())
-        if self._probe:
-            pages = runtime.pool.take_pages()
-            self.page_s += [page.seconds for page in pages]
-            self.raw_s += raw_copies([page.bytes for page in pages])
+        self.moved_s.append(self._around.take() if isinstance(self._around, SlowLink) else 0.0)
 
 
-def raw_copies(sizes: list[int]) -> list[float]:
-    """Seconds of plain copies of these sizes, one after the other, in memory that is not in the cache."""
-    taken = []
-    for size in sizes:
-        source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-        start = time.perf_counter()
-        target.numpy()[:] = source.numpy()
-        taken.append(time.perf_counter() - start)
-    return taken
+def around_of(variant: str, task: dict[str, Any], device: dict[str, Any] | None) -> SlowLink | BesideRaw | None:
+    """What goes around the copies in a variant; ``device``: as for ``train``."""
+    if variant.endswith(", slow link"):
+        tokens = task["batch"] * task["model"]["context"]
+        return SlowLink(scaled_rate(device["parameters"], tokens, statistics.median(device["period_s"])))
+    return BesideRaw() if variant.endswith(", beside raw copies") else None
 
 
-def pool_of(variant: str, task: dict[str, Any], budget_bytes: int | None) -> PoolConfig:
-    """The pool's options of a variant; ``budget_bytes`` forces all state off the device, activations left out."""
-    match variant:
+def pool_of(place: str, task: dict[str, Any], budget_bytes: int | None) -> PoolConfig:
+    """The pool's options; ``budget_bytes`` forces all state off the device, activations left out."""
+    match place:
         case "off":
             return PoolConfig(enabled=False)
         case "device":
             return PoolConfig()
-        case "host" | "host, in backward":
-            return PoolConfig(
-                device_budget=budget_bytes, host_budget="2GiB", optimizer_on="device", activations="keep"
-            )
+        case "host":
+            return PoolConfig(device_budget=budget_bytes, host_budget="2GiB", optimizer_on="device", activations="keep")
         case "host, stepped there":
-            return PoolConfig(
-                device_budget=budget_bytes, host_budget="2GiB", optimizer_on="host", activations="keep"
-            )
+            return PoolConfig(device_budget=budget_bytes, host_budget="2GiB", optimizer_on="host", activations="keep")
         case "disk":
             return PoolConfig(
                 device_budget=budget_bytes, host_budget=0, disk_budget="2GiB", disk_path=task["folder"],
                 activations="keep",
             )  # fmt: skip
-    raise ValueError(variant)
+    raise ValueError(place)
 
 
-def train(variant: str, task: dict[str, Any], budget_bytes: int | None) -> dict[str, Any]:
-    """Train and return the figures, the first ``task["warmup"]`` steps left out."""
+def train(variant: str, task: dict[str, Any], device: dict[str, Any] | None) -> dict[str, Any]:
+    """Train and return the figures, the first ``task["warmup"]`` steps left out.
+
+    Args:
+        variant: where the state rests, then what else is special, separated by commas.
+        task: see ``recipes.memory.__main__``.
+        device: the result of an earlier run with all state on the device.
+    """
+    place, *special = variant.split(", ")
+    if "stepped there" in special:
+        place = "host, stepped there"
     options = GPTOptions(**task["model"])
     L.seed_everything(0, verbose=False)
     module = GPTModule(options, partial(torch.optim.AdamW, lr=1e-3, fused=True), constant)
     world, total = int(os.environ["WORLD_SIZE"]), task["steps"] + task["warmup"]
     tokens = RandomTokens(total * task["batch"] * world, options.context + 1, options.vocab)
-    watch = Watch(probe=variant not in ("off", "device"))
-    overlap = OverlapConfig(
-        enabled=variant != "off", lanes=world > 1, optimizer_in_backward=variant.endswith("in backward")
-    )
+    around = around_of(variant, task, device)
+    watch = Watch(around, task["warmup"])
+    overlap = OverlapConfig(enabled=place != "off", lanes=world > 1, optimizer_in_backward="in backward" in special)
+    budget_bytes = device["needed_bytes"] if device is not None else None
     trainer = L.Trainer(
-        strategy=MemwallStrategy(pool=pool_of(variant, task, budget_bytes), overlap=overlap),
+        strategy=MemwallStrategy(pool=pool_of(place, task, budget_bytes), overlap=overlap),
         accelerator="cpu", devices=world, max_steps=total, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[watch],
     )  # fmt: skip
@@ -118,7 +135,7 @@ def train(variant: str, task: dict[str, Any], budget_bytes: int | None) -> dict[
 
     return {
         "variant": variant,
-        "step_s": watch.step_s[first:],
+        "period_s": watch.period_s[first:],
         "losses": watch.losses,
         "needed_bytes": needed.get("bytes"),
         "peak_bytes": max((f.get("memwall/pool/device_peak_bytes", 0.0) for f in kept), default=0.0),
@@ -127,8 +144,9 @@ def train(variant: str, task: dict[str, Any], budget_bytes: int | None) -> dict[
         "page_in_s": median("memwall/pool/page_in_s"),
         "page_out_s": median("memwall/pool/page_out_s"),
         "exposed_s": median("memwall/pool/exposed_s"),
-        "page_s": watch.page_s,
-        "raw_s": watch.raw_s,
+        "moved_s": statistics.median(watch.moved_s[first:]),
+        "bytes_per_s": around.bytes_per_s if isinstance(around, SlowLink) else None,
+        "page_ins": [around.page_ins, around.raw] if isinstance(around, BesideRaw) else None,
         "io_bytes": disk_bytes() - io_before,
         "parameters": sum(p.numel() for p in module.parameters()),
         "steps": total,
@@ -147,10 +165,11 @@ def main() -> None:
     task = json.loads(sys.argv[1])
     warnings.filterwarnings("ignore")
     torch.set_num_threads(task["threads"])
-    results, budget = [], None
+    results, device = [], None
     for variant in task["variants"]:
-        results.append(train(variant, task, budget))
-        budget = budget or results[-1]["needed_bytes"]
+        results.append(train(variant, task, device))
+        if results[-1]["needed_bytes"] and device is None:
+            device = results[-1]
     if int(os.environ["RANK"]) == 0:
         with open(task["result"], "w") as file:
             json.dump(results, file)

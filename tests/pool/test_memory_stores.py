@@ -20,12 +20,14 @@ from memwall_strategy.core.errors import BlockError, ConfigError, PoolFull
 from memwall_strategy.pool import host as host_module
 from memwall_strategy.pool import numa as numa_module
 from memwall_strategy.pool import probe as probe_module
+from memwall_strategy.pool import store as store_module
 from memwall_strategy.pool.arena import Region
 from memwall_strategy.pool.device import ENGINE, DeviceStore
 from memwall_strategy.pool.extent import extent_of
 from memwall_strategy.pool.host import HostStore
 from memwall_strategy.pool.mapping import Mapping
 from memwall_strategy.pool.numa import Node, bind, nodes
+from memwall_strategy.pool.store import Copier
 from memwall_strategy.pool.table import AddressTable
 
 KIB = 1024
@@ -310,3 +312,18 @@ def test_a_shift_of_overlapping_bytes_keeps_them():
     assert torch.equal(store.bytes_of(table.shift(it, placement, to)), value)
     table.drop(block("b"))
     store.close()
+
+
+def test_what_goes_on_on_both_sides_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    copies = []
+    real = ctypes.memmove
+    monkeypatch.setattr(store_module.ctypes, "memmove", lambda to, at, n: copies.append(n) or real(to, at, n))
+    spans = [(0, 0, 10), (10, 10, 20), (30, 40, 10), (40, 30, 10), (50, 40, 10), (60, 60, 0), (70, 70, 30)]
+    whole_to, whole_at = extent_of(target), extent_of(source)
+    Copier().copy((whole_to.part(to, to + n), whole_at.part(at, at + n)) for to, at, n in spans)
+    assert copies == [30, 10, 20, 0, 30]
+    expected = torch.zeros(100, dtype=torch.uint8)
+    for to, at, n in spans:
+        expected[to : to + n] = source[at : at + n]
+    assert torch.equal(target, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 import itertools
 import pickle
@@ -15,7 +16,9 @@ import torch
 from memwall_strategy.core.block import Kind, Tier
 from memwall_strategy.core.errors import ConfigError, MemwallError
 from memwall_strategy.engine.optimizer_parts import probe
+from memwall_strategy.pool import store as store_module
 from memwall_strategy.pool.pooled_optimizer import PooledOptimizer
+from memwall_strategy.pool.state_placement import slot_bytes
 from tests.pool.state import MIB, make_net, pooled, step
 
 OPTIMIZERS: dict[str, Any] = {
@@ -429,3 +432,21 @@ def test_every_scheduler_drives_it(name: str, tmp_path: Path) -> None:
     missing = {n for n, c in vars(torch.optim.lr_scheduler).items()
                if isinstance(c, type) and issubclass(c, torch.optim.lr_scheduler.LRScheduler)} - RATES.keys()
     assert missing <= {"LRScheduler", "_LRScheduler"}, missing
+
+
+def test_large_and_small_state_of_a_unit_travel_as_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = make_net(layers=4, width=256)  # weights that are large blocks of whole pages, biases that are small ones
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    slot = slot_bytes([256 * 256 * 4, 256 * 4] * 2)
+    with pooled(optimizer, net, device=2 * slot, host=16 * MIB) as (paged, pool):
+        for number in range(2):  # the first step makes the state
+            step(net, paged, number)
+        pool.drain()
+        copies: list[int] = []
+        real = ctypes.memmove
+        monkeypatch.setattr(store_module.ctypes, "memmove", lambda to, at, n: copies.append(n) or real(to, at, n))
+        step(net, paged, 2)
+        pool.drain()
+        units = 5  # of which one has no weight of its own, and one no bias that trains
+        assert units <= len(copies) <= 2 * units, "one each way, less those that are there already"
+        assert max(copies) == 2 * (256 * 256 * 4 + 256 * 4), "moments of weights and biases together"
