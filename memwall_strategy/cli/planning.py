@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -34,6 +33,7 @@ from memwall_strategy.planner import (
 )
 from memwall_strategy.planner.activations import under_mode
 from memwall_strategy.planner.beside import bytes_beside, steps_in_backward, with_early_steps
+from memwall_strategy.planner.buffers import Buffers, buffer_ladder
 from memwall_strategy.planner.memory_plan import schedule_of
 from memwall_strategy.pool.budget import (
     UNKNOWN_BYTES,
@@ -45,7 +45,7 @@ from memwall_strategy.pool.budget import (
 )
 from memwall_strategy.pool.probe import unused_memory_bytes
 from memwall_strategy.pool.relief_plan import with_reliefs
-from memwall_strategy.pool.state_placement import Room, place_state
+from memwall_strategy.pool.state_placement import Room, StatePlacement, place_state
 from memwall_strategy.pool.state_plan import fixed_state_bytes, state_units, with_placement
 
 _FLOPS = {"32-true": "fp32_flops", "bf16-true": "bf16_flops", "bf16-mixed": "bf16_flops", "16-mixed": "fp16_flops"}
@@ -88,56 +88,72 @@ def _plan_rank(
 ) -> Plan:
     """One rank's plan, with the values that the run will have."""
     memwall, accumulate = settings.memwall, settings.trainer.accumulate_grad_batches
-    pool, overlap, precision = memwall.pool, memwall.overlap, settings.trainer.precision
+    pool, precision = memwall.pool, settings.trainer.precision
     spec = replace(OptimizerSpec.from_optimizer(optimizer), master=pool.enabled and pool.master != "none")
     budget_bytes = None
     if pool.enabled:
         budget_bytes = device_budget_bytes(pool, device, rank, cluster.device_bytes)
-    early = steps_in_backward(overlap)
     activations = _activations(settings)
-    made = plan(
-        model,
-        cluster,
-        Budgets(device_bytes=budget_bytes),
-        optimizer=spec,
-        precision=precision,
-        micro_batch=settings.text.batch_size if settings.text else 1,
-        accumulate=accumulate,
-        accumulate_how=memwall.accumulate,
-        activations=under_mode(activations, pool.activations) if activations and pool.enabled else activations,
-        **schedule_of(overlap, device.type),
-        gradients_in_forward=not early,
-        gradients=pool.gradients,
-        rank=rank % cluster.shard_ranks,
-    )
-    if early and accumulate == 1:
-        made = with_early_steps(made, model, cluster, overlap)
-    made = replace(made, rank=rank)
+    rungs = buffer_ladder(memwall.overlap, device.type)
+
+    def planned(rung: Buffers) -> Plan:
+        overlap = rung.within(memwall.overlap)
+        early = steps_in_backward(overlap)
+        made = plan(
+            model,
+            cluster,
+            Budgets(device_bytes=budget_bytes),
+            optimizer=spec,
+            precision=precision,
+            micro_batch=settings.text.batch_size if settings.text else 1,
+            accumulate=accumulate,
+            accumulate_how=memwall.accumulate,
+            activations=under_mode(activations, pool.activations) if activations and pool.enabled else activations,
+            **schedule_of(overlap, device.type),
+            gradients_in_forward=not early,
+            gradients=pool.gradients,
+            rank=rank % cluster.shard_ranks,
+        )
+        if early and accumulate == 1:
+            made = with_early_steps(made, model, cluster, overlap)
+        return replace(made, rank=rank, buffers=None if rung == rungs[0] else rung)
+
+    made = planned(rungs[0])
     if budget_bytes is None:
         return made
-    beside = bytes_beside(
-        model, cluster, precision=precision, accumulate=accumulate,
-        accumulate_how=memwall.accumulate, overlap=overlap, device_type=device.type, gradients=pool.gradients,
-    )  # fmt: skip
     reserve = reserve_bytes(pool, budget_bytes)
     units = state_units(model, cluster, spec, rank % cluster.shard_ranks, precision) if probe(optimizer).alone else []
     unused = unused_memory_bytes() if settings.hardware == HardwareOptions() else UNKNOWN_BYTES
-    room = Room(
-        budget_bytes - reserve - beside - fixed_state_bytes(model) - made.resident.get(Kind.STAGING, 0),
-        max(0, host_budget_bytes(pool, rank, unused) - (made.resident[Kind.GRAD] if pool.gradients == "host" else 0)),
-        disk_budget_bytes(pool, rank),
-    )
+    gradients_bytes = made.resident[Kind.GRAD] if pool.gradients == "host" else 0
+    fixed_bytes = reserve + fixed_state_bytes(model) + made.resident.get(Kind.STAGING, 0)
+    host_bytes = max(0, host_budget_bytes(pool, rank, unused) - gradients_bytes)
+    disk_bytes = disk_budget_bytes(pool, rank)
     there = range(len(units)) if pool.optimizer_on != "device" and device.type == "cpu" else ()
-    place = partial(place_state, units, slots=pool.optimizer_units, at_home=there)
-    try:
-        placement = place(room)
-    except ConfigError as error:
-        raise ConfigError(f"rank {rank}: {error}" if differs_by_rank(pool) else str(error)) from error
+
+    def place(device_bytes: int) -> StatePlacement:
+        room = Room(device_bytes, host_bytes, disk_bytes)
+        return place_state(units, room, slots=pool.optimizer_units, at_home=there)
+
+    def left_by(rung: Buffers) -> int:
+        beside = bytes_beside(
+            model, cluster, precision=precision, accumulate=accumulate, accumulate_how=memwall.accumulate,
+            overlap=rung.within(memwall.overlap), device_type=device.type, gradients=pool.gradients,
+        )  # fmt: skip
+        return budget_bytes - fixed_bytes - beside
+
+    for height, rung in enumerate(rungs):  # as ``pool.buffer_relief`` does at set-up
+        try:
+            placement = place(left_by(rung))
+            break
+        except ConfigError as error:
+            if height == len(rungs) - 1:
+                raise ConfigError(f"rank {rank}: {error}" if differs_by_rank(pool) else str(error)) from error
+    made = planned(rung)
     if pool.activations != "auto" or activations is None:
         return with_placement(made, units, placement)
     return with_reliefs(
-        made, units, placement, lambda size: place(replace(room, device_bytes=size)),
-        activations.at(made.micro_batch), reserve, offload=pool.host_budget is not None,
+        made, units, placement, place, activations.at(made.micro_batch), reserve,
+        offload=pool.host_budget is not None, leaner=map(planned, rungs[height + 1 :]),
     )  # fmt: skip
 
 

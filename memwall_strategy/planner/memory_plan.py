@@ -56,6 +56,7 @@ class _Settings:
     activations: ActivationSpec | None
     gradients_in_forward: bool
     gradients: str
+    early: bool
     rank: int
 
     def __post_init__(self) -> None:
@@ -83,6 +84,7 @@ def schedule_of(overlap: OverlapConfig, device_type: str) -> dict[str, Any]:
         "reduce_buffers": overlap.reduce_buffers if overlap.enabled else 1,
         "lanes": lanes,
         "windows": lanes and overlap.shared_memory is not False,
+        "early": lanes and overlap.next_iteration_early,
     }
 
 
@@ -103,6 +105,7 @@ def plan(
     activations: ActivationSpec | None = None,
     gradients_in_forward: bool = True,
     gradients: str = "device",
+    early: bool = False,
     rank: int = 0,
 ) -> Plan:
     """Predict one rank's memory for a model on a cluster.
@@ -121,6 +124,7 @@ def plan(
         activations: estimated (``gpt_activations``) or measured; None: not counted.
         gradients_in_forward: whether the last step's gradients are alive in forward; so it is under Lightning.
         gradients: where they rest between micro-batches (``pool.gradients``).
+        early: the next iteration's first units are gathered when the step ends (``overlap.next_iteration_early``).
         rank: position among the ranks that share the weights; 0 holds at least as much as any other.
 
     Raises:
@@ -139,6 +143,7 @@ def plan(
         activations=activations,
         gradients_in_forward=gradients_in_forward,
         gradients=gradients,
+        early=early,
         rank=rank,
     )
     if rank >= cluster.shard_ranks:
@@ -185,6 +190,7 @@ def _predict(model: ModelSpec, cluster: ClusterSpec, settings: _Settings) -> Pla
             replicated=cluster.replicate > 1,
             gradients_in_forward=settings.gradients_in_forward,
             gradients_on_host=settings.gradients == "host",
+            early=settings.early,
         ),
     ).play()
     return Plan(
@@ -343,7 +349,7 @@ def _advise(model: ModelSpec, cluster: ClusterSpec, settings: _Settings, limit_b
 
 def _changes(cluster: ClusterSpec, settings: _Settings) -> Iterator[tuple[str, ClusterSpec, _Settings]]:
     if settings.prefetch > 0 or settings.reduce_buffers > 1:
-        lean = replace(settings, prefetch=0, reduce_buffers=1)
+        lean = replace(settings, prefetch=0, reduce_buffers=1, early=False)
         yield "set overlap.prefetch=0 and overlap.reduce_buffers=1", cluster, lean
     if settings.activations is not None:
         micro_batch = settings.micro_batch // 2

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from memwall_strategy.config import format_size
 from memwall_strategy.core.block import Kind, Phase
 from memwall_strategy.planner.bounds import StepBounds
+from memwall_strategy.planner.buffers import Buffers
 
 KINDS = (
     Kind.PARAM, Kind.GRAD, Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.OPTIMIZER, Kind.BUFFER, Kind.GATHERED, Kind.COMM,
@@ -40,6 +41,7 @@ class Plan:
         placed: tier -> bytes of optimizer state that rest off the device and are paged; None where nothing is.
         reliefs: what is expected to give way after the first steps -> bytes that it frees, in order; the peaks are
             those after it. None where nothing is.
+        buffers: second buffers that the run will have; None: those that its options ask for.
     """
 
     world: int
@@ -62,6 +64,7 @@ class Plan:
     bounds: StepBounds | None = None
     placed: Mapping[str, int] | None = None
     reliefs: Mapping[str, int] | None = None
+    buffers: Buffers | None = None
 
     @property
     def resident_bytes(self) -> int:
@@ -133,6 +136,10 @@ class Plan:
         if self.reliefs:
             eased = ", ".join(f"{name} {format_size(size)}" for name, size in self.reliefs.items())
             notes += f"; expected to give way: {eased}"
+        if self.buffers is not None:
+            each = self.buffers
+            notes += f"; fewer second buffers: prefetch {each.prefetch}, reductions {each.reduce_buffers}"
+            notes += "" if each.early else ", none for the next iteration"
         return f"{peak}: {verdict} ({notes})" + (f"\nadvice: {self.advice}" if self.advice else "")
 
 

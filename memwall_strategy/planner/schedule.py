@@ -62,7 +62,7 @@ class Schedule:
 
     Attributes:
         flats: whether there is a flat buffer (more than one rank shares the weights).
-        prefetch: units gathered ahead; backward always gathers at least one ahead, as the engine does.
+        prefetch: units gathered ahead; without lanes backward gathers at least one ahead, as the engine does.
         reduce_buffers: most reductions whose input is alive.
         lanes: gathers and reductions on lanes instead of the engine's own synchronous path.
         windows: bytes of this rank's share of shared windows, which stand for buffers; 0 without. Whether the ranks are
@@ -74,6 +74,7 @@ class Schedule:
             to None after the forward.
         gradients_on_host: between micro-batches the sharded gradients rest on the host; as many units as
             ``reduce_buffers`` may be on their way there.
+        early: the first units' flat buffers of the next forward are filled when the step ends.
     """
 
     flats: bool
@@ -86,6 +87,7 @@ class Schedule:
     replicated: bool
     gradients_in_forward: bool
     gradients_on_host: bool = False
+    early: bool = False
 
 
 @dataclass(slots=True)
@@ -183,6 +185,10 @@ class Step:
             self.ledger.enter(Phase.BACKWARD)
             self._backward()
         self.ledger.enter(Phase.STEP)
+        if self.schedule.early and self.schedule.lanes:
+            first = [] if self.root is None else [len(self.units)]
+            for key in [*first, *range(len(self.units))][: self.schedule.prefetch + 1]:
+                self._unshard(key)
         self.ledger.enter(Phase.IDLE)
 
     def _drop_gradients(self) -> None:
@@ -249,7 +255,7 @@ class Step:
         self.ledger.add(Kind.ACTIVATION, self.activations[root])
 
     def _backward(self) -> None:
-        root, ahead_by = len(self.units), max(self.schedule.prefetch, 1)
+        root, ahead_by = len(self.units), max(self.schedule.prefetch, 0 if self.schedule.lanes else 1)
         for ahead in range(root - 1, max(root - 1 - ahead_by, -1), -1):
             self._unshard(ahead)
         if self.root is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from memwall_strategy.core.block import Block, Kind
@@ -23,6 +23,7 @@ def with_reliefs(
     reserve_bytes: int,
     *,
     offload: bool,
+    leaner: Iterable[Plan] = (),
 ) -> Plan:
     """The plan after everything gave way that has to, in the run's order.
 
@@ -34,6 +35,7 @@ def with_reliefs(
         activations: for the plan's micro-batch.
         reserve_bytes: of the device tier.
         offload: whether activations may rest on the host.
+        leaner: the same as ``made`` with fewer and fewer second buffers.
     """
     now = with_placement(made, units, placement)
     missing = now.peak_bytes - (now.limit_bytes - reserve_bytes)
@@ -48,10 +50,19 @@ def with_reliefs(
         if smaller is not None and (gone := held - held_bytes(smaller, sizes)) > 0:
             freed["optimizer state"] = gone
             missing -= gone
-            now = with_placement(made, units, smaller)
+            placement = smaller
+            now = with_placement(made, units, placement)
+    gone_activations = 0
     for name, gone in _activations(activations, missing, offload=offload):
         freed[name] = gone
-        now = _without(now, gone)
+        gone_activations += gone
+    now = _without(now, gone_activations)
+    with_all_bytes = now.peak_bytes
+    for fewer in leaner:
+        if now.peak_bytes <= now.limit_bytes:
+            break
+        now = _without(with_placement(fewer, units, placement), gone_activations)
+        freed["second buffers"] = with_all_bytes - now.peak_bytes
     if not freed:
         return now
     fits = now.peak_bytes <= now.limit_bytes

@@ -63,3 +63,16 @@ def test_paged_state_leaves_the_device() -> None:
     moved = sum(whole.resident[kind] - made.resident[kind] for kind in ("exp_avg", "exp_avg_sq"))
     assert moved == made.placed["host"]
     assert made.resident["staging"] > 0 and "optimizer state paged" in made.table()
+
+
+def test_second_buffers_that_have_no_room_are_planned_away() -> None:
+    """As ``pool.buffer_relief`` does (tests/runtime/test_second_buffers): the fewest where nothing else fits."""
+    roomy, _ = plan_of("pool.device_budget=4MiB")
+    assert roomy.buffers is None and roomy.reliefs is None
+    some, _ = plan_of("pool.device_budget=390KiB")
+    fewest, _ = plan_of("pool.device_budget=370KiB")
+    assert (some.buffers.prefetch, some.buffers.reduce_buffers, some.buffers.early) == (1, 1, True)
+    assert (fewest.buffers.prefetch, fewest.buffers.reduce_buffers, fewest.buffers.early) == (0, 1, False)
+    for made in (some, fewest):
+        assert made.fits and list(made.reliefs) == ["optimizer state", "recompute"]
+        assert "fewer second buffers: prefetch" in made.table() and '"reduce_buffers": 1' in made.to_json()
