@@ -228,7 +228,8 @@ class Runtime:
         return {} if lanes is None else {lanes.gather.name: lanes.gather, lanes.reduce.name: lanes.reduce}
 
     def _all_lanes(self) -> list[Lane]:
-        return [*self.lanes.values(), *(self.pool.lanes if self.pool is not None else ())]
+        input_lane = [self.input_clock.lane] if self.input_clock.lane is not None else []
+        return [*self.lanes.values(), *(self.pool.lanes if self.pool is not None else ()), *input_lane]
 
     # -- one step --
 
@@ -392,6 +393,7 @@ class Runtime:
         copied_s = self._fsdp_lanes.reducer.copies.take() if self._fsdp_lanes is not None else 0.0
         paging_s = sum(lane.exposed_s for lane in self.pool.lanes) if self.pool is not None else 0.0
         self._last = self._meter.end(stats, self.input_clock.take(), copied_s=copied_s, other_waits_s=paging_s)
+        self._last |= self.input_clock.take_lane()
         if self.memory is not None:
             self._last |= self._memory_metrics()
             self._keep_peaks()
