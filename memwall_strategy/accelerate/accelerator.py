@@ -87,6 +87,8 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
             self.device, partial(send_to_device, device=self.device, non_blocking=self.non_blocking),
             overlap=self.memwall.config.overlap, timeout_s=self.memwall.config.timeout_s, clock=self._input_clock,
         )  # fmt: skip
+        if self._input_lane is not None:
+            weakref.finalize(self, self._input_lane.close)
         self._mesh = data_parallel_mesh(
             self.device.type, torch.distributed.get_world_size(), self.memwall.config.replicate
         )

@@ -135,6 +135,24 @@ def test_an_error_is_raised_where_its_batch_is_asked_for(lane: InputLane, worker
     assert ids == [0, 1, 2, 3, 4, 5]
 
 
+def test_two_loaders_share_a_lane(lane: InputLane) -> None:
+    """As a trainer that combines them; one of them ends first, and is begun again while the other is under way."""
+    plain, ahead = ([loader_of(each, num_workers=1), loader_of(each, num_workers=1)] for each in (None, lane))
+    found = []
+    for first, second in (plain, ahead):
+        seen, others = [], iter(second)
+        for batch in first:
+            seen.append(batch["id"].tolist())
+            for _ in range(2):
+                other = next(others, None)
+                if other is None:
+                    others = iter(second)
+                    other = next(others)
+                seen.append(other["id"].tolist())
+        found.append(seen)
+    assert found[0] == found[1] and len(found[0]) == 15
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_that_stopped_resumes_behind_what_it_trained_on(lane: InputLane, workers: int) -> None:
     whole = train(loader_of(None, num_workers=workers))
