@@ -47,9 +47,14 @@ def bytes_beside_state(runtime: Runtime, overlap: OverlapConfig | None = None) -
     )
 
 
-def needed_device_bytes(runtime: Runtime) -> int:
+def needed_device_bytes(runtime: Runtime, *, fewest_buffers: bool = False) -> int:
     """The least ``pool.device_budget`` of this rank, activations left out: no optimizer state rests on the device, it
-    only passes through, and there are as few second buffers as can be."""
+    only passes through.
+
+    Args:
+        runtime: of the run.
+        fewest_buffers: with as few second buffers as can be, not with those that the options ask for.
+    """
     pool = runtime.pool
     units = [unit for pager in pool.pagers for unit in pager.units if not unit.on_host]
     slots = pool.config.optimizer_units * sum(1 for pager in pool.pagers if pager.units)
@@ -57,5 +62,5 @@ def needed_device_bytes(runtime: Runtime) -> int:
     small = sum(SMALL_STATE_BYTES * len(unit.parameters) for unit in units)
     scratch = sum(scratch_bytes(pager.units) for pager in pool.pagers) if pool.config.master != "none" else 0
     overlap = runtime.config.overlap
-    leanest = buffer_ladder(overlap, runtime.device.type)[-1].within(overlap)
-    return bytes_beside_state(runtime, leanest) + slots * widest + small + scratch
+    rung = buffer_ladder(overlap, runtime.device.type)[-1 if fewest_buffers else 0]
+    return bytes_beside_state(runtime, rung.within(overlap)) + slots * widest + small + scratch
