@@ -217,7 +217,8 @@ class PoolConfig:
     activations: str = "auto"
     """What every unit does with its activations between forward and backward: ``keep``; ``offload`` to the host tier
     (needs ``host_budget``); ``recompute``; ``selective``: recompute all but matrix products and attention; ``auto``:
-    keep, and where a step passes ``device_budget``, first page out optimizer state, then recompute, then offload. To
+    keep, and where a step passes ``device_budget``, first page out optimizer state, then recompute, then offload, which
+    makes room for second buffers too. To
     know, ``auto`` with a budget counts activations in the first steps and every 50th (saved-tensor hooks, a few percent
     of such a step); the other values count them with ``deep_accounting`` only. ``runtime.pool.set_activations`` mixes
     them."""
@@ -305,7 +306,8 @@ class OverlapConfig:
 
     prefetch: int = 1
     """How many units ahead weights are gathered, in forward and in backward. With lanes, in the order in which units
-    really run; above 1 it is the most, and each unit goes as far ahead as the first steps' times ask for."""
+    really run; above 1 it is the most, and each unit goes as far ahead as the first steps' times ask for. Fewer where
+    ``pool.device_budget`` has no room for them and nothing else can give way; so with ``reduce_buffers``."""
 
     reduce_buffers: int = 2
     """Most units whose gradients may be in flight at a time; each holds one unit's whole gradient."""

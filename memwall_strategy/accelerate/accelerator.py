@@ -11,11 +11,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradScalerKwargs, InitProcessGroupKwargs
+from accelerate.utils import GradScalerKwargs, InitProcessGroupKwargs, send_to_device
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -46,6 +47,7 @@ from memwall_strategy.engine.sharding import data_parallel_mesh
 from memwall_strategy.runtime import Runtime
 from memwall_strategy.runtime.data import position_loader
 from memwall_strategy.runtime.input_clock import InputClock, timed
+from memwall_strategy.runtime.input_lane import lane_for, use_lane
 
 _DROPPED = "memwall_dropped_step"
 """Attribute of an exception whose step was dropped, so that this happens once whoever meets it first."""
@@ -81,6 +83,12 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
         self.memwall.events.rank = self.process_index
         self.weigh_batches = True
         self._input_clock = InputClock()
+        self._input_lane = lane_for(
+            self.device, partial(send_to_device, device=self.device, non_blocking=self.non_blocking),
+            overlap=self.memwall.config.overlap, timeout_s=self.memwall.config.timeout_s, clock=self._input_clock,
+        )  # fmt: skip
+        if self._input_lane is not None:
+            weakref.finalize(self, self._input_lane.close)
         self._mesh = data_parallel_mesh(
             self.device.type, torch.distributed.get_world_size(), self.memwall.config.replicate
         )
@@ -173,6 +181,8 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
             split=self.split_batches,
         )
         place = self.device_placement if device_placement is None else device_placement
+        if place:
+            use_lane(inner, self._input_lane)
         prepared = PreparedLoader(
             timed(inner, self._input_clock),
             device=self.device if place else None,
@@ -391,6 +401,8 @@ class MemwallAccelerator(CheckpointMethods, GatherMethods, Accelerator):
     def end_training(self) -> None:
         """Finish trackers, wait for a checkpoint in the background, end lanes and the process group."""
         self._let_go()
+        if self._input_lane is not None:
+            self._input_lane.close()
         super().end_training()
 
     def _let_go(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -37,6 +36,7 @@ from memwall_strategy.planner import (
 )
 from memwall_strategy.planner.activations import under_mode
 from memwall_strategy.planner.beside import bytes_beside, steps_in_backward, with_early_steps
+from memwall_strategy.planner.buffers import Buffers, buffer_ladder
 from memwall_strategy.planner.memory_plan import schedule_of
 from memwall_strategy.pool.budget import (
     UNKNOWN_BYTES,
@@ -122,19 +122,27 @@ class _RankPlan:
         self.spec = replace(OptimizerSpec.from_optimizer(optimizer), master=master)
         self.activations = _activations(settings)
         self.left_bytes = 0
+        self._rungs = buffer_ladder(self.overlap, device.type)
+        self._height = 0
         every = self.pool.enabled and self.pool.retain == "all"
-        asked = retained_bytes(model, cluster, self.precision) if every else {}
-        made = replace(self._plan(tuple(asked)), retained=asked or None)
-        self.made = self._with_host(made, [], None, ()) if self.budget_bytes is None else self._budgeted(made, asked)
+        self._asked = retained_bytes(model, cluster, self.precision) if every else {}
+        made = self._with_all(self._rungs[0])
+        self.made = self._with_host(made, [], None, ()) if self.budget_bytes is None else self._budgeted(made)
 
     def retaining(self, names: Sequence[str]) -> Plan:
         """The plan when these units stay gathered."""
         retained = retained_bytes(self.model, self.cluster, self.precision, names)
-        return with_retained(self.made, self._plan(()), self._plan(names), retained)
+        rung = self._rungs[self._height]
+        return with_retained(self.made, self._plan((), rung), self._plan(names, rung), retained)
 
-    def _plan(self, retained: Sequence[str]) -> Plan:
+    def _with_all(self, rung: Buffers) -> Plan:
+        """With everything that the options ask for, but these second buffers."""
+        return replace(self._plan(tuple(self._asked), rung), retained=self._asked or None)
+
+    def _plan(self, retained: Sequence[str], rung: Buffers) -> Plan:
         pool, accumulate, activations = self.pool, self.settings.trainer.accumulate_grad_batches, self.activations
-        early = steps_in_backward(self.overlap)
+        overlap = rung.within(self.overlap)
+        early = steps_in_backward(overlap)
         made = plan(
             self.model,
             self.cluster,
@@ -145,25 +153,28 @@ class _RankPlan:
             accumulate=accumulate,
             accumulate_how=self.settings.memwall.accumulate,
             activations=under_mode(activations, pool.activations) if activations and pool.enabled else activations,
-            **schedule_of(self.overlap, self.device.type),
+            **schedule_of(overlap, self.device.type),
             gradients_in_forward=not early,
             gradients=pool.gradients,
             retained=retained,
             rank=self.rank % self.cluster.shard_ranks,
         )
         if early and accumulate == 1:
-            made = with_early_steps(made, self.model, self.cluster, self.overlap)
-        return replace(made, rank=self.rank)
+            made = with_early_steps(made, self.model, self.cluster, overlap)
+        return replace(made, rank=self.rank, buffers=None if rung == self._rungs[0] else rung)
 
-    def _budgeted(self, made: Plan, asked: Mapping[str, int]) -> Plan:
+    def _beside(self, rung: Buffers) -> int:
+        return bytes_beside(
+            self.model, self.cluster, precision=self.precision,
+            accumulate=self.settings.trainer.accumulate_grad_batches,
+            accumulate_how=self.settings.memwall.accumulate, overlap=rung.within(self.overlap),
+            device_type=self.device.type, gradients=self.pool.gradients,
+        )  # fmt: skip
+
+    def _budgeted(self, made: Plan) -> Plan:
         """With state paged and reliefs, as far as the budget asks for them."""
         pool, model, cluster, device = self.pool, self.model, self.cluster, self.device
         shard_rank, master = self.rank % cluster.shard_ranks, pool.master != "none"
-        beside = bytes_beside(
-            model, cluster, precision=self.precision, accumulate=self.settings.trainer.accumulate_grad_batches,
-            accumulate_how=self.settings.memwall.accumulate, overlap=self.overlap, device_type=device.type,
-            gradients=pool.gradients,
-        )  # fmt: skip
         reserve = reserve_bytes(pool, self.budget_bytes)
         alone = probe(self.optimizer).alone
         units = state_units(model, cluster, self.spec, shard_rank, self.precision) if alone else []
@@ -176,24 +187,31 @@ class _RankPlan:
             )
         unused = unused_memory_bytes() if self.settings.hardware == HardwareOptions() else UNKNOWN_BYTES
         on_host = desks + (made.resident[Kind.GRAD] if pool.gradients == "host" else 0)
-        fixed = fixed_state_bytes(model) + made.resident.get(Kind.STAGING, 0)
-        state_bytes = self.budget_bytes - reserve - beside - fixed
-        room = Room(
-            state_bytes - sum(asked.values()),
-            max(0, host_budget_bytes(pool, self.rank, unused) - on_host),
-            disk_budget_bytes(pool, self.rank),
-        )
-        place = partial(place_state, units, slots=pool.optimizer_units, at_home=there, split=device.type == "cpu")
-        try:
-            placement = place(room)
-        except ConfigError as error:
-            text = str(error)
-            if asked:
-                text = f"pool.retain='all' keeps {format_size(sum(asked.values()))} of gathered weights; {text}"
-            raise ConfigError(f"rank {self.rank}: {text}" if differs_by_rank(pool) else text) from error
+        host_bytes = max(0, host_budget_bytes(pool, self.rank, unused) - on_host)
+        disk_bytes = disk_budget_bytes(pool, self.rank)
+        fixed = reserve + fixed_state_bytes(model) + made.resident.get(Kind.STAGING, 0)
+
+        def place(device_bytes: int) -> StatePlacement:
+            room = Room(device_bytes, host_bytes, disk_bytes)
+            return place_state(units, room, slots=pool.optimizer_units, at_home=there, split=device.type == "cpu")
+
+        for height, rung in enumerate(self._rungs):  # as ``pool.buffer_relief`` does at set-up
+            state_bytes = self.budget_bytes - fixed - self._beside(rung)
+            try:
+                placement = place(state_bytes - sum(self._asked.values()))
+                break
+            except ConfigError as error:
+                if height < len(self._rungs) - 1:
+                    continue
+                text = str(error)
+                if self._asked:
+                    kept = format_size(sum(self._asked.values()))
+                    text = f"pool.retain='all' keeps {kept} of gathered weights; {text}"
+                raise ConfigError(f"rank {self.rank}: {text}" if differs_by_rank(pool) else text) from error
+        self._height = height
         made, placement = with_reliefs(
-            made, units, placement, lambda size: place(replace(room, device_bytes=size)), self._may_give_way(made),
-            reserve, offload=pool.host_budget is not None,
+            self._with_all(rung), units, placement, place, self._may_give_way(made), reserve,
+            offload=pool.host_budget is not None, leaner=map(self._with_all, self._rungs[height + 1 :]),
         )  # fmt: skip
         held = held_bytes(placement, {block: size for unit in units for block, size in unit.items()})
         self.left_bytes = max(0, min(state_bytes - held, self.budget_bytes - reserve - made.peak_bytes))

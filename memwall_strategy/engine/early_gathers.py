@@ -82,6 +82,11 @@ class EarlyGathers:
         for group in self._watched:
             group.memwall_gathers.early = None
 
+    def limit(self, units: int) -> None:
+        """Gather so many groups early from the next forward on; nothing may be on its way."""
+        self._units = units
+        self._order.clear()
+
     # -- what others tell --
 
     def gathered(self, group: FSDPParamGroup) -> None:

@@ -106,6 +106,12 @@ class GatherOrder:
                 group.pre_forward = functools.partial(self._pre_forward, group, group.pre_forward)
         self._applied = list(self._watched)
 
+    def limit(self, most: int) -> None:
+        """Gather so far ahead at most from the next forward on. Does nothing where prefetch was off from the start."""
+        if self._watched:
+            self._most, self._steps, self.ahead = most, 0, {}
+            self._apply([most] * len(self._applied))
+
     def close(self) -> None:
         """Watch no more."""
         for group in self._watched:

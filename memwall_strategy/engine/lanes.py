@@ -43,6 +43,9 @@ from memwall_strategy.engine.shared_ring import Lease
 from memwall_strategy.engine.shared_windows import SharedMemory, SharedWindows, gather_bytes
 from memwall_strategy.engine.turnaround import Turnaround
 
+SLOTS_BESIDE = 2
+"""Slots of the gather window beside those of units ahead: of a unit that is used, and of one for slower ranks."""
+
 
 class LaneWork(dist.Work):
     """What FSDP2 waits for; lives as long as the gather's result."""
@@ -85,7 +88,7 @@ class LaneAllGather(AllGather):
         if self._lease is not None:  # of a gather whose result nobody took (its weights were edited since)
             if self._lease.ring.is_current(self._lease) and self._last is not None:
                 self._last.wait()  # the lane still looks for the others' parts in this slot
-            self._let_go()
+            self.let_go()
         (numel,) = size
         twin = self._groups.twin(self._group._all_gather_process_group)
         self._lease = self._windows.reserve(twin, numel * dtype.itemsize, "all-gather")
@@ -117,9 +120,10 @@ class LaneAllGather(AllGather):
 
     def _copied_out(self) -> None:
         self._to_unsharded()
-        self._let_go()
+        self.let_go()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """The window's slot, if the last gather has one, may be written again."""
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.ring.release(lease)
@@ -150,6 +154,7 @@ class FsdpLanes:
         reducer: what reduces gradients.
         early: None where it is off.
         windows: the gather lane's shared windows; the reducer has its own.
+        flats: the gather lane's process group -> bytes of each unit's flat buffer.
 
     Raises:
         ConfigError: ``shared_memory`` is True and some group cannot.
@@ -178,21 +183,20 @@ class FsdpLanes:
         self._gather_groups = LaneGroups()
         self._replaced: list[tuple[FSDPParamGroup, AllGather, bool]] = []
         names = {module: name for name, module in model.named_modules()}
-        flats: dict[dist.ProcessGroup, list[int]] = {}
+        self.flats: dict[dist.ProcessGroup, list[int]] = {}
         for state in fsdp_states(model):
             for group in state_groups(state):
                 for info in (group.mesh_info, group.post_forward_mesh_info):
                     if isinstance(info, FSDPMeshInfo):
                         twin = self._gather_groups.twin(info.shard_process_group)
-                        flats.setdefault(twin, []).append(gather_bytes(group))
+                        self.flats.setdefault(twin, []).append(gather_bytes(group))
                 self._replaced.append((group, group._all_gather_comm, group.unshard_async_op))
                 unit = group_name(group, names)
                 group._all_gather_comm = LaneAllGather(unit, group, self.gather, self._gather_groups, self.windows)
                 group.unshard_async_op = True  # so that the comm may return before the data is there
         self.reducer.install()
-        # A unit that is used, those ahead of it, and one for ranks that are not as far.
-        for twin, sizes in flats.items():
-            self.windows.open(twin, heapq.nlargest(prefetch + 2, sizes))
+        for twin, sizes in self.flats.items():
+            self.windows.open(twin, heapq.nlargest(prefetch + SLOTS_BESIDE, sizes))
         self.reducer.copies.watch(fsdp_groups(model))
         self.order = GatherOrder(model, prefetch, _gather_seconds, self._largest)
         self.turn = Turnaround(model, prefetch) if prefetch else None
@@ -218,6 +222,20 @@ class FsdpLanes:
     def next_iteration_began(self) -> bool:
         """Whether gathers were started that no forward has looked at yet."""
         return self.early is not None and self.early.pending()
+
+    def settle(self) -> None:
+        """Between two steps: wait for what is on its way, and let go of what was gathered early. All ranks do so."""
+        self.gather.drain()
+        self.reduce.drain()
+        if self.early is not None:
+            self.early.forget()
+        if self.turn is not None:
+            self.turn.forget()
+        for group, *_ in self._replaced:
+            if group._all_gather_result is not None:  # the user's own unshard(async_op=True): it may as well end now
+                group.wait_for_unshard()
+            if isinstance(comm := group._all_gather_comm, LaneAllGather):  # else somebody put in another
+                comm.let_go()
 
     def _largest(self, numbers: torch.Tensor, group: dist.ProcessGroup) -> None:
         twin = self.reducer.groups.twin(group)

@@ -89,7 +89,9 @@ class GradientReducer:
         shared_memory: whether ranks of one host reduce through shared windows.
 
     Attributes:
+        buffers: as given; may be changed while nothing is in flight.
         copies: the clock of copies into flat buffers.
+        flats: the lane's process group -> bytes of each unit's flat buffer.
         windows: the shared windows.
     """
 
@@ -102,7 +104,8 @@ class GradientReducer:
         account: Account | None = None,
         shared_memory: SharedMemory = False,
     ) -> None:
-        self._model, self._lane, self._buffers = model, lane, buffers
+        self._model, self._lane, self.buffers = model, lane, buffers
+        self.flats: dict[dist.ProcessGroup, list[int]] = {}
         self._account = account or NoAccount()
         self.copies = CopyClock()
         self.windows = SharedWindows(lane, divided=True, wanted=shared_memory, account=account)
@@ -125,12 +128,11 @@ class GradientReducer:
 
     def install(self) -> None:
         """Take over ``post_backward`` of every group and the end of every backward; open the windows."""
-        flats: dict[dist.ProcessGroup, list[int]] = {}
         for state in fsdp_states(self._model):
             for group in state_groups(state):
                 if isinstance(group.mesh_info, FSDPMeshInfo):
                     twin = self._groups.twin(group._reduce_scatter_process_group)
-                    flats.setdefault(twin, []).append(reduce_bytes(group))
+                    self.flats.setdefault(twin, []).append(reduce_bytes(group))
                 if isinstance(group.mesh_info, DDPMeshInfo):
                     self._groups.twin(group._all_reduce_process_group)
                 # autograd's node calls ctx.param_group.post_backward(): an attribute of the instance wins.
@@ -139,8 +141,8 @@ class GradientReducer:
             state._root_post_backward_final_callback = functools.partial(
                 self._end_of_backward, state, state._root_post_backward_final_callback
             )
-        for twin, sizes in flats.items():
-            self.windows.open(twin, heapq.nlargest(self._buffers, sizes))
+        for twin, sizes in self.flats.items():
+            self.windows.open(twin, heapq.nlargest(self.buffers, sizes))
 
     def uninstall(self) -> None:
         """Give the groups back their own methods and end the process groups."""
@@ -196,7 +198,7 @@ class GradientReducer:
     def _submit(
         self, group: FSDPParamGroup, params: list[FSDPParam], gradients: list[torch.Tensor], present: list[bool]
     ) -> None:
-        while len(self._pending) >= self._buffers:
+        while len(self._pending) >= self.buffers:
             self._decide_later(self._finish_oldest())
         sharded = isinstance(group.mesh_info, FSDPMeshInfo)
         shard_group = self._groups.twin(group._reduce_scatter_process_group) if sharded else None

@@ -147,10 +147,8 @@ def set_prefetch(model: nn.Module, units_ahead: int) -> None:
     """Gather ``units_ahead`` units before they are needed, in module order.
 
     In backward FSDP2 itself prefetches one unit by the order in which the forward really ran; an explicit list, by
-    module order, is set only for more.
+    module order, is set only for more, or for none.
     """
-    if units_ahead == 0:
-        return
     for root in fsdp_roots(model):
         chain = [state._modules[0] for state in own_states(root)]  # parents before children, the root first
         prefetch_along(chain, [units_ahead] * len(chain), root)
@@ -162,12 +160,15 @@ def prefetch_along(chain: Sequence[FSDPModule], ahead: Sequence[int], root: nn.M
     Args:
         chain: in the order in which they run, the root first.
         ahead: how many modules to gather ahead of what follows each; where it is 1, backward is left to FSDP2 itself,
-            which follows the order in which the forward ran.
+            which follows the order in which the forward ran; where it is 0 for all, nothing is gathered ahead.
         root: stays gathered until its backward, and is never gathered ahead of it.
     """
     for i, (module, units_ahead) in enumerate(zip(chain, ahead, strict=True)):
         module.set_modules_to_forward_prefetch(list(chain[i + 1 : i + 1 + units_ahead]))
         behind: Sequence[FSDPModule] = ()
+        if max(ahead) == 0:  # a list switches FSDP2's own prefetch off; the module itself is gathered by then
+            module.set_modules_to_backward_prefetch([module])
+            continue
         if max(ahead) > 1:
             behind = chain[max(1, i - units_ahead) : i] if i else chain[-units_ahead:]
         module.set_modules_to_backward_prefetch([m for m in reversed(behind) if m is not root])

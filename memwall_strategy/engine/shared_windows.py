@@ -101,11 +101,29 @@ class SharedWindows:
         Raises:
             ConfigError: ``wanted`` is True and it cannot be; the same on every rank of the group.
         """
-        sizes = tuple(sorted((size for size in sizes_bytes if size), reverse=True))
+        sizes = _slots(sizes_bytes)
         if self._wanted is False or group.size() == 1 or not sizes:
             return
         self._sizes[group] = sizes
         self._ring(group)
+
+    def reopen(self, group: dist.ProcessGroup, sizes_bytes: Sequence[int]) -> None:
+        """Another ring in place of the group's, if it has one. Collective over the group; no slot may be leased."""
+        if group not in self._sizes:
+            return
+        self._sizes[group] = _slots(sizes_bytes)
+        opened = self._opened.get(group)
+        if opened is not None and opened.ring is not None:
+            self._close(opened)
+            del self._opened[group]
+            self._ring(group)
+
+    def held_bytes(self, group: dist.ProcessGroup, sizes_bytes: Sequence[int]) -> int | None:
+        """This rank's share of a ring with these slots; None where the group has no ring."""
+        opened = self._opened.get(group)
+        if opened is None or opened.ring is None:
+            return None
+        return layout(_slots(sizes_bytes), group.size(), divided=self._divided)[0] // group.size()
 
     def reason(self, group: dist.ProcessGroup) -> str:
         """Why ``group`` has no ring; empty where it has."""
@@ -208,6 +226,10 @@ class SharedWindows:
 
 
 # -- sizes --
+
+
+def _slots(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted((size for size in sizes_bytes if size), reverse=True))
 
 
 def gather_bytes(group: FSDPParamGroup) -> int:

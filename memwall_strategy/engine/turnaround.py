@@ -67,7 +67,19 @@ class Turnaround:
         turns, self._turns, self._in_backward = self._turns, [], False
         self._forwards.clear()
         same = bool(turns) and turns.count(turns[0]) == len(turns)
-        self._after, self._first = turns[0] if same else (None, [])
+        self._after, first = turns[0] if same else (None, [])
+        self._first = first[: self._units]
+
+    def limit(self, units: int) -> None:
+        """Gather so many units at a turn; the next step shows again which."""
+        self._units = units
+        self._after, self._first = None, []
+
+    def forget(self) -> None:
+        """Drop what waits for a backward that did not come; the lanes must be at rest."""
+        for group in self._groups:
+            if group._all_gather_result is not None:
+                self._drop(group)
 
     def close(self) -> None:
         """Watch no more, and drop what waits for a backward; the lanes must be at rest."""
@@ -75,10 +87,14 @@ class Turnaround:
             wrap.remove()
         self._wraps.clear()
         for group in self._groups:
-            if group.memwall_gathers.left:  # nobody waits for it, and its lane is closed
-                group._all_gather_result = None
-                group.memwall_gathers.drop()
+            self._drop(group)
         self._after, self._first = None, []
+
+    @staticmethod
+    def _drop(group: FSDPParamGroup) -> None:
+        if group.memwall_gathers.left:  # nobody waits for it, and nothing is on its way
+            group._all_gather_result = None
+            group.memwall_gathers.drop()
 
     def _after_forward_of(self, group: FSDPParamGroup) -> Callable[..., Callable[..., Any]]:
         def around(inner: Callable[..., Any]) -> Callable[..., Any]:

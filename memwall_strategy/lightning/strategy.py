@@ -39,10 +39,12 @@ from memwall_strategy.engine.processes import die_with_parent
 from memwall_strategy.engine.sharding import data_parallel_mesh, is_sharded
 from memwall_strategy.engine.sync_norm import synchronize_batch_norms
 from memwall_strategy.lightning.checkpoints import CheckpointMethods
+from memwall_strategy.lightning.input import input_lane
 from memwall_strategy.lightning.journal import Journal, MicroBatch, loss_in
 from memwall_strategy.lightning.precision import precision_class
 from memwall_strategy.lightning.world import WorldMethods, choose_precision, divided, read_options, sum_for
 from memwall_strategy.runtime import Runtime
+from memwall_strategy.runtime.input_lane import InputLane, use_lane
 from memwall_strategy.telemetry.events import Events
 
 _OUTSIDE_FORWARD = "mixed torch.Tensor and DTensor"
@@ -89,6 +91,7 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
         self._training_data = False
         self._journal: Journal | None = None
         self._accumulating = False
+        self._input_lane: InputLane | None = None
         super().__init__(
             save_distributed_checkpoint=self.config.checkpoint == "sharded",
             process_group_backend=process_group_backend,
@@ -227,6 +230,10 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
             return dataloader
         positioned = self.give_position(dataloader, "train")
         follow(positioned, self.lightning_module.trainer)
+        if self._input_lane is None:
+            trainer = self.lightning_module.trainer
+            self._input_lane = input_lane(trainer, self.root_device, self.config, self.runtime.input_clock)
+        use_lane(positioned, self._input_lane)
         return positioned
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -380,6 +387,9 @@ class StrategyMethods(CheckpointMethods, WorldMethods, ModelParallelSeams):
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+        if self._input_lane is not None:
+            self._input_lane.close()
+            self._input_lane = None
         if self.runtime is not None:
             self.runtime.close()
         die_with_parent(False)  # whatever the script does next need not end with rank 0

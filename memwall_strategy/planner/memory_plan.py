@@ -364,7 +364,7 @@ def _advise(model: ModelSpec, cluster: ClusterSpec, settings: _Settings, limit_b
 
 def _changes(cluster: ClusterSpec, settings: _Settings) -> Iterator[tuple[str, ClusterSpec, _Settings]]:
     if settings.prefetch > 0 or settings.reduce_buffers > 1:
-        lean = replace(settings, prefetch=0, reduce_buffers=1)
+        lean = replace(settings, prefetch=0, reduce_buffers=1, next_iteration_early=False)
         yield "set overlap.prefetch=0 and overlap.reduce_buffers=1", cluster, lean
     if settings.activations is not None:
         micro_batch = settings.micro_batch // 2

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from memwall_strategy.config import format_size
 from memwall_strategy.core.block import Kind, Phase
 from memwall_strategy.planner.bounds import StepBounds
+from memwall_strategy.planner.buffers import Buffers
 from memwall_strategy.planner.host import HostArithmetic
 
 KINDS = (
@@ -44,6 +45,7 @@ class Plan:
         retained: unit -> bytes of its gathered weights, of those that stay until the step's last backward; None where
             none does.
         host: what the optimizer's arithmetic takes on the host; None where there is none.
+        buffers: second buffers that the run will have; None: those that its options ask for.
     """
 
     world: int
@@ -68,6 +70,7 @@ class Plan:
     reliefs: Mapping[str, int] | None = None
     retained: Mapping[str, int] | None = None
     host: HostArithmetic | None = None
+    buffers: Buffers | None = None
 
     @property
     def resident_bytes(self) -> int:
@@ -142,6 +145,10 @@ class Plan:
         if self.retained:
             size = format_size(sum(self.retained.values()))
             notes += f"; {len(self.retained)} of {self.units} units stay gathered ({size})"
+        if self.buffers is not None:
+            each = self.buffers
+            notes += f"; fewer second buffers: prefetch {each.prefetch}, reductions {each.reduce_buffers}"
+            notes += "" if each.early else ", none for the next iteration"
         return f"{peak}: {verdict} ({notes})" + (f"\nadvice: {self.advice}" if self.advice else "")
 
 

@@ -65,7 +65,7 @@ class Schedule:
 
     Attributes:
         flats: whether there is a flat buffer (more than one rank shares the weights).
-        prefetch: units gathered ahead; backward always gathers at least one ahead, as the engine does.
+        prefetch: units gathered ahead; without lanes backward gathers at least one ahead, as the engine does.
         reduce_buffers: most reductions whose input is alive.
         lanes: gathers and reductions on lanes instead of the engine's own synchronous path.
         windows: bytes of this rank's share of shared windows, which stand for buffers; 0 without. Whether the ranks are
@@ -265,18 +265,22 @@ class Step:
             if key not in self.schedule.retained:
                 self._reshard(key)
         self._release_held_flat()
-        if self.schedule.lanes and self.schedule.prefetch:
+        if self.schedule.lanes:
             self._turn()
         self.ledger.add(Kind.ACTIVATION, self.activations[root])
+
+    @property
+    def _ahead_in_backward(self) -> int:
+        return max(self.schedule.prefetch, 0 if self.schedule.lanes else 1)
 
     def _turn(self) -> None:
         """Gather what the backward starts with; lanes do so when the forward's last unit is through."""
         last = len(self.units) - 1
-        for ahead in range(last, max(last - max(self.schedule.prefetch, 1), -1), -1):
+        for ahead in range(last, max(last - self._ahead_in_backward, -1), -1):
             self._unshard(ahead)
 
     def _backward(self) -> None:
-        root, ahead_by = len(self.units), max(self.schedule.prefetch, 1)
+        root, ahead_by = len(self.units), self._ahead_in_backward
         self._turn()
         if self.root is not None:
             self._new_gradient(root, self.root.early_gradient)

@@ -23,7 +23,9 @@ from memwall_strategy.telemetry.events import EventKind
 if TYPE_CHECKING:
     from memwall_strategy.runtime.runtime import Runtime
 
-PLACES = ("reserve", "optimizer state", "recompute", "offload", "gathered weights", "micro-batch")
+PLACES = (
+    "reserve", "optimizer state", "recompute", "offload", "gathered weights", "second buffers", "micro-batch",
+)  # fmt: skip
 """In which order things give way, the cheapest first; they come back in the opposite one."""
 
 FIRST_STEPS = 3

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from memwall_strategy.config import PoolConfig, format_size
+from memwall_strategy.config import OverlapConfig, PoolConfig, format_size
 from memwall_strategy.core.block import Block, Tier
 from memwall_strategy.core.errors import ConfigError, MemwallError
 from memwall_strategy.core.lane import Lane
@@ -26,6 +26,7 @@ from memwall_strategy.pool.activation_relief import OffloadRelief, RecomputeReli
 from memwall_strategy.pool.activations import Activations
 from memwall_strategy.pool.agreement import Agreement
 from memwall_strategy.pool.beside import SMALL_STATE_BYTES, bytes_beside_state
+from memwall_strategy.pool.buffer_relief import BufferRelief
 from memwall_strategy.pool.escalation import Escalation
 from memwall_strategy.pool.gradients import HostGradients
 from memwall_strategy.pool.host_units import HostUnits
@@ -40,6 +41,7 @@ from memwall_strategy.pool.replacing import (
     is_current,
     move,
     place_anew,
+    replace_together,
     rest,
     share_of,
     tell,
@@ -71,6 +73,7 @@ class PoolPillar(BasePillar):
         activations: what each unit does with its activations.
         gradients: those that rest on the host between micro-batches.
         host_units: what modules that run on the host hold there.
+        second_buffers: those of the overlap, as far as the budget has room.
         retention: units whose gathered weights stay on the device.
         phases: how far training is, which the mapping follows.
         reserve: the part of the budget that is kept free; ``lend`` lends it.
@@ -93,6 +96,7 @@ class PoolPillar(BasePillar):
         self.gradients = HostGradients(config.gradients == "host")
         self.host_units = HostUnits()
         self.escalation = Escalation(self.reserve)
+        self.second_buffers = BufferRelief()
         self.retention = Retention(config, lambda: self.table, self._planned_room)
         self.phases = Phases(config, self.retention)
         self.states: States | None = None
@@ -143,6 +147,8 @@ class PoolPillar(BasePillar):
         self.retention.attach(runtime)
         self.phases.attach(runtime)
         self.escalation.add(self.retention, "gathered weights")
+        self.second_buffers.attach(runtime)
+        self.escalation.add(self.second_buffers, "second buffers")
         if auto:
             recompute = RecomputeRelief(self.activations, self._least, lambda: self._chosen)
             offload = OffloadRelief(self.activations, self._least, lambda: self._chosen, lambda: recompute.kept_bytes)
@@ -188,21 +194,27 @@ class PoolPillar(BasePillar):
         if early and (why := next((p.reason for p in states.parts if not p.alone), None)):
             raise ConfigError(f"overlap.optimizer_in_backward=true: {why}. Leave it out, or use AdamW, say.")
 
-        def take_up() -> StatePlacement:
+        def buffers() -> int:
             self.tiers.start(runtime, self.table)
             self.host_units.open(runtime, states.units, self.tiers)
             self.gradients.open(runtime, _unit_of(runtime), self.tiers)
+            return self.second_buffers.fit(lambda overlap: self.place(runtime, states, overlap=overlap))
+
+        def take_up() -> StatePlacement:
             placement = self.place(runtime, states)
             self._take_up(runtime, states, placement)
             return placement
 
-        placement = self._together(take_up)
+        height = self.together(buffers)
+        if runtime.budget_bytes is not None:
+            self.second_buffers.start(*self._agreement.highest(height))
+        placement = self.together(take_up)
         self.escalation.forget()
         self._state.start(placement, _flat(states))
         tell(self, runtime, placement, states)
 
-    def _together(self, do: Callable[[], StatePlacement | None]) -> StatePlacement | None:
-        """``do``; where there is a budget, which may differ, all ranks raise what the first has to say."""
+    def together(self, do: Callable[[], Any]) -> Any:
+        """What ``do`` returns; where there is a budget, which may differ, all ranks raise what the first has to say."""
         error: ConfigError | None = None
         done = None
         try:
@@ -220,18 +232,21 @@ class PoolPillar(BasePillar):
         on_host = frozenset(runtime.host_modules)
         return States.of(self._optimizers, _unit_of(runtime), self.config, runtime.device, on_host=on_host)
 
-    def place(self, runtime: Runtime, states: States, budget_bytes: int | None = None) -> StatePlacement:
+    def place(
+        self, runtime: Runtime, states: States, budget_bytes: int | None = None, overlap: OverlapConfig | None = None
+    ) -> StatePlacement:
         """Where every block rests.
 
         Args:
             states: from ``look``.
             budget_bytes: most that the device may hold; ``pool.device_budget`` where None.
+            overlap: with the second buffers of these options; with those that set-up left where None.
         """
         budget_bytes = self._budget_bytes = runtime.budget_bytes if budget_bytes is None else budget_bytes
         self.beside_bytes = 0
         if budget_bytes is None:
             return StatePlacement({b: Tier.DEVICE for unit in states.sizes() for b in unit})
-        self.beside_bytes = bytes_beside_state(runtime)
+        self.beside_bytes = bytes_beside_state(runtime, overlap or self.second_buffers.planned)
         device_bytes = budget_bytes - self.reserve.bytes - self.beside_bytes - _fixed_bytes(states)
         device_bytes -= self.retention.asked_bytes
         whole = [p.reason for p in states.parts if not p.alone]
@@ -321,7 +336,7 @@ class PoolPillar(BasePillar):
         self.activations.before_step()
         if not is_current(self, runtime):
             self.retention.start()
-            self._together(self.replace_state)
+            replace_together(self)
         self.phases.before_step()
         self.retention.before_step()
         if runtime.memory is not None:
@@ -358,7 +373,7 @@ class PoolPillar(BasePillar):
             for tier in (Tier.HOST, Tier.DISK)
             if (tier, self.table.rank) in self.table.tiers()
         }
-        figures |= self.escalation.metrics()
+        figures |= self.escalation.metrics() | self.second_buffers.metrics()
         if not self.lanes:
             return figures
         page_in, page_out = (lane.take_stats() for lane in self.lanes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from memwall_strategy.core.block import Block, Kind
@@ -23,6 +23,7 @@ def with_reliefs(
     reserve_bytes: int,
     *,
     offload: bool,
+    leaner: Iterable[Plan] = (),
 ) -> tuple[Plan, StatePlacement]:
     """The plan after everything gave way that has to, in the run's order; and the state's placement then.
 
@@ -34,6 +35,7 @@ def with_reliefs(
         activations: for the plan's micro-batch.
         reserve_bytes: of the device tier.
         offload: whether activations may rest on the host.
+        leaner: the same as ``made`` with fewer and fewer second buffers.
     """
     now = with_placement(made, units, placement)
     missing = now.peak_bytes - (now.limit_bytes - reserve_bytes)
@@ -49,16 +51,25 @@ def with_reliefs(
             freed["optimizer state"] = gone
             missing -= gone
             now, placement = with_placement(made, units, smaller), smaller
+    gone_activations = 0
     for name, gone in _activations(activations, missing, offload=offload):
         freed[name] = gone
-        now = _without(now, Kind.ACTIVATION, gone)
+        gone_activations += gone
+    now = _without(now, Kind.ACTIVATION, gone_activations)
     missing = now.peak_bytes - now.limit_bytes + max(0, reserve_bytes - freed.get("reserve", 0))
-    stay = dict(now.retained or {})
+    stay, gone_gathered = dict(now.retained or {}), 0
     for unit in now.retained or () if missing > 0 else ():  # the first ones first
         if missing > 0:
             gone = stay.pop(unit)
-            now, missing = _without(now, Kind.GATHERED, gone), missing - gone
-            freed["gathered weights"] = freed.get("gathered weights", 0) + gone
+            now, missing, gone_gathered = _without(now, Kind.GATHERED, gone), missing - gone, gone_gathered + gone
+            freed["gathered weights"] = gone_gathered
+    with_all_bytes = now.peak_bytes
+    for fewer in leaner:
+        if now.peak_bytes <= now.limit_bytes:
+            break
+        now = _without(with_placement(fewer, units, placement), Kind.ACTIVATION, gone_activations)
+        now = _without(now, Kind.GATHERED, gone_gathered)
+        freed["second buffers"] = with_all_bytes - now.peak_bytes
     if not freed:
         return now, placement
     now = replace(now, retained=stay or None)

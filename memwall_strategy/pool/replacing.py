@@ -147,6 +147,21 @@ def place_anew(pillar: PoolPillar, runtime: Runtime, device_bytes: int | None = 
     return placement
 
 
+def replace_together(pillar: PoolPillar) -> None:
+    """``PoolPillar.replace_state`` on all ranks, with fewer second buffers where some rank has no room otherwise.
+
+    Raises:
+        ConfigError: it does not fit with the fewest, either; the same on every rank.
+    """
+    while True:
+        try:
+            pillar.together(pillar.replace_state)
+            return
+        except ConfigError:
+            if not pillar.budgeted or not pillar.second_buffers.leaner():
+                raise
+
+
 def rest(pillar: PoolPillar) -> None:
     """Wait until nothing of the state is on its way."""
     for pager in pillar.pagers:

@@ -32,7 +32,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ from memwall_strategy.engine.loader import clone_loader, wrapped_sampler
 from memwall_strategy.runtime.even import TRAIL, EvenLoader, Gather
 from memwall_strategy.runtime.order import DrawnOrder, Order, Permutation, mix_seeds
 from memwall_strategy.runtime.sampler import Position, PositionBatchSampler, PositionSampler
+
+if TYPE_CHECKING:
+    from memwall_strategy.runtime.input_lane import InputLane
 
 MODES = ("train", "passes", "eval")
 
@@ -62,6 +65,12 @@ class PositionedLoader(DataLoader):
 
     restored: bool
     """Whether a saved position was loaded."""
+
+    input_lane: InputLane | None
+    """What batches go through to the device. A trainer sets it; else none."""
+
+    fetches_ahead: bool
+    """Whether a batch may be fetched before it is asked for: nothing of the user's runs in this process for it."""
 
     def __iter__(self) -> Iterator[Any]:
         return _Pass(self)
@@ -103,6 +112,8 @@ class PositionedLoader(DataLoader):
         self.positions.move_to(at)
 
     def _open(self, owner: object) -> tuple[Position, Iterator[Any]]:
+        if self.input_lane is not None:
+            self.input_lane.rest()  # persistent workers serve one pass at a time
         moved = not self.positions.begun
         start = self.positions.begin()
         if moved:
@@ -111,7 +122,10 @@ class PositionedLoader(DataLoader):
         self._owner = owner
         seed = self.positions.order.seed
         self.generator.manual_seed(mix_seeds("workers", seed, start.epoch, start.round, start.batches, self._rank))
-        return start, super().__iter__()
+        batches = super().__iter__()
+        if self.input_lane is not None:
+            batches = self.input_lane.through(batches, ahead=self.fetches_ahead)
+        return start, batches
 
     def _handed_out(self, owner: object, at: Position, weight: float) -> None:
         if owner is self._owner:  # only the pass begun last is training's
@@ -296,6 +310,10 @@ def _positioned(loader: DataLoader, positions: PositionSampler, rank: int) -> Po
     positioned.positions, positioned._rank = positions, rank
     positioned.ahead, positioned.restored, positioned._owner = _none_ahead, False, None
     positioned._trail = deque([(positions.start, 1.0)], maxlen=TRAIL)
+    positioned.input_lane = None
+    # A permutation has its own generator; what a user's sampler draws, or its own __iter__, would be drawn too early.
+    in_workers = loader.num_workers > 0 and cls.__iter__ is DataLoader.__iter__
+    positioned.fetches_ahead = in_workers and type(positions.order) is Permutation
     if positions.count_passes:
         # Fabric's wrapper takes over a loader's attributes but not its class; these make the wrapper stateful too
         itself = weakref.ref(positioned)

@@ -14,15 +14,21 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from memwall_strategy.core.lane import Lane
 from memwall_strategy.engine.loader import clone_loader
 from memwall_strategy.runtime.data import PositionedLoader
 from memwall_strategy.runtime.even import EvenLoader
 
 
 class InputClock:
-    """Adds up waits; a context manager, entered by the training thread alone. Waits within a wait count once."""
+    """Adds up waits; a context manager, entered by the training thread alone. Waits within a wait count once.
+
+    Attributes:
+        lane: what fetches and copies batches ahead; None where nothing does.
+    """
 
     def __init__(self) -> None:
+        self.lane: Lane | None = None
         self._waited_s = 0.0
         self._start_s = 0.0
         self._depth = 0
@@ -45,6 +51,16 @@ class InputClock:
             return None
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
+
+    def take_lane(self) -> dict[str, float]:
+        """Figures of the lane since the last call. What was waited for it is part of ``take``'s seconds."""
+        if self.lane is None:
+            return {}
+        stats = self.lane.take_stats()
+        return {
+            "memwall/overlap/lane_exposed_s/input": stats.exposed_s,
+            "memwall/overlap/lane_busy_s/input": stats.busy_s,
+        }
 
 
 class _TimedLoader(DataLoader):

@@ -37,6 +37,7 @@ from memwall_strategy.engine.memory import MemoryAccount
 from memwall_strategy.engine.precision import canonical_precision, compute_dtype, mixed_precision_policy
 from memwall_strategy.engine.processes import set_dumpable
 from memwall_strategy.engine.reset import reset_aborted_step
+from memwall_strategy.engine.second_buffers import SecondBuffers
 from memwall_strategy.engine.sharding import describe_units, is_sharded, set_prefetch, shard_model
 from memwall_strategy.engine.step_marks import RngMark
 from memwall_strategy.engine.units import plan_sharding, recomputes_itself
@@ -71,6 +72,7 @@ class Runtime:
         units: what was sharded.
         micro_batches: most micro-batches of a step, as far as the front end knows; 2 stands for many.
         pool: the pool's pillar, with its address table ``pool.table``; None with ``pool.enabled=false``.
+        second_buffers: how many the engine has; None where overlap is off.
         restart: what becomes of a step in which a rank fails.
         total_steps: optimizer steps that the whole run takes, where the front end knows; None: open.
         losses: of the micro-batches of the present step, detached, as far as they were told.
@@ -116,6 +118,7 @@ class Runtime:
         self.micro_batches = 2
         self.total_steps: int | None = None
         self.losses: list[torch.Tensor] = []
+        self.second_buffers: SecondBuffers | None = None
         self._fsdp_lanes: FsdpLanes | None = None
         self._roots: list[nn.Module] = []
         self._meter = StepMeter(self.device, compute_dtype(self.precision), world=mesh.size())
@@ -193,15 +196,12 @@ class Runtime:
                     early=overlap.next_iteration_early,
                     shared_memory=overlap.shared_memory,
                 )
+                self.second_buffers = SecondBuffers(self.model, self._fsdp_lanes)
             return
         if overlap.shared_memory is True:
             raise ConfigError("overlap.shared_memory=true is for ranks on CPU; on CUDA NCCL does it. Use auto.")
-        # CUDA: the engine overlaps by streams. It prefetches one unit by itself; an explicit list goes further.
-        if overlap.prefetch > 1:
-            set_prefetch(self.model, overlap.prefetch)
-        for root in self._roots:
-            if hasattr(root, "set_reduce_scatter_max_input_buffers"):  # torch >= 2.13
-                root.set_reduce_scatter_max_input_buffers(overlap.reduce_buffers)
+        self.second_buffers = SecondBuffers(self.model, None)  # CUDA: the engine overlaps by streams
+        self.second_buffers.use(prefetch=overlap.prefetch, reduce_buffers=overlap.reduce_buffers, early=False)
 
     def add_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Tell the runtime which optimizers step the model (again after they were made anew).
@@ -230,7 +230,8 @@ class Runtime:
         return {} if lanes is None else {lanes.gather.name: lanes.gather, lanes.reduce.name: lanes.reduce}
 
     def _all_lanes(self) -> list[Lane]:
-        return [*self.lanes.values(), *(self.pool.lanes if self.pool is not None else ())]
+        input_lane = [self.input_clock.lane] if self.input_clock.lane is not None else []
+        return [*self.lanes.values(), *(self.pool.lanes if self.pool is not None else ()), *input_lane]
 
     # -- one step --
 
@@ -394,6 +395,7 @@ class Runtime:
         copied_s = self._fsdp_lanes.reducer.copies.take() if self._fsdp_lanes is not None else 0.0
         paging_s = sum(lane.exposed_s for lane in self.pool.lanes) if self.pool is not None else 0.0
         self._last = self._meter.end(stats, self.input_clock.take(), copied_s=copied_s, other_waits_s=paging_s)
+        self._last |= self.input_clock.take_lane()
         if self.memory is not None:
             self._last |= self._memory_metrics()
             self._keep_peaks()

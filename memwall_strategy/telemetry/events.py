@@ -35,6 +35,7 @@ class EventKind(StrEnum):
     ACTIVATIONS_KEPT = "activations_kept"
     RETENTION_CHANGED = "retention_changed"
     PHASE_CHANGED = "phase_changed"
+    BUFFERS_CHANGED = "buffers_changed"
     MEMORY_HIGH = "memory_high"
     BUDGET_EXCEEDED = "budget_exceeded"
     MEMORY_RELIEVED = "memory_relieved"
@@ -115,6 +116,13 @@ EVENTS: dict[EventKind, EventType] = {
         {"units": "whose gathered weights stay", "whole_gradients": "units whose gradients rest unreduced between "
          "micro-batches", "gathered_bytes": "that the first take", "gradient_bytes": "that the second take at most",
          "room_bytes": "that the budget leaves on the rank with least; null where no budget is set"},
+    ),
+    EventKind.BUFFERS_CHANGED: EventType(
+        Severity.INFO, "from the next forward on, fewer or more second buffers hide communication",
+        {"prefetch": "units gathered ahead at most", "reduce_buffers": "most reductions in flight", "early": "whether "
+         "the next iteration's first units are gathered after the step", "before_bytes": "that this rank's buffers "
+         "took at most", "bytes": "that they take from now on", "asked_bytes": "of those that the options ask for",
+         "cause": "set-up, a step that was short, or room"},
     ),
     EventKind.PHASE_CHANGED: EventType(
         Severity.INFO, "training entered another phase; the pool's mapping follows from the next step on",

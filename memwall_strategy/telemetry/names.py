@@ -50,6 +50,8 @@ LANE_EXPOSED_S = "memwall/overlap/lane_exposed_s/<lane>"
 LANE_BYTES = "memwall/overlap/lane_bytes/<lane>"
 LANE_SATURATION = "memwall/overlap/lane_saturation/<lane>"
 LANE_BUSY_S = "memwall/overlap/lane_busy_s/<lane>"
+PREFETCH = "memwall/overlap/prefetch"
+REDUCE_BUFFERS = "memwall/overlap/reduce_buffers"
 SHARED_BYTES = "memwall/overlap/shared_bytes"
 INPUT_EXPOSED_S = "memwall/input/exposed_s"
 PREDICTED_DEVICE_BYTES = "memwall/plan/predicted_device_bytes"
@@ -90,6 +92,8 @@ METRICS: tuple[Metric, ...] = (
         LANE_SATURATION, "1", "bytes that rank 0's lane moved over what the link moves in a step's time, as measured"
     ),
     Metric(SHARED_BYTES, "B", "bytes that rank 0's lanes read from other ranks' memory on this host"),
+    Metric(PREFETCH, "1", "units gathered ahead at most, as far as the budget has room for them"),
+    Metric(REDUCE_BUFFERS, "1", "most reductions in flight, as far as the budget has room for them"),
     Metric(INPUT_EXPOSED_S, "s", "time in which rank 0's training thread waited for the step's batches"),
     Metric(PREDICTED_DEVICE_BYTES, "B", "what the plan says a rank holds between two steps, gradients included"),
     Metric(PREDICTED_DEVICE_PEAK_BYTES, "B", "what the plan says a rank holds at most in a step"),

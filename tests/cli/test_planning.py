@@ -144,3 +144,14 @@ def test_units_step_on_the_host_where_that_is_cheaper() -> None:
     assert unknown.host.seconds is None and "set hardware.host_cores" in unknown.table()
     assert plan_on_card("pool.device_budget=1GiB").host is None
     assert plan_on_card(*tight, "pool.optimizer_on=device").host is None
+def test_second_buffers_that_have_no_room_are_planned_away() -> None:
+    """As ``pool.buffer_relief`` does (tests/runtime/test_second_buffers): the fewest where nothing else fits."""
+    roomy, _ = plan_of("pool.device_budget=4MiB")
+    assert roomy.buffers is None and roomy.reliefs is None
+    some, _ = plan_of("pool.device_budget=390KiB")
+    fewest, _ = plan_of("pool.device_budget=370KiB")
+    assert (some.buffers.prefetch, some.buffers.reduce_buffers, some.buffers.early) == (1, 1, True)
+    assert (fewest.buffers.prefetch, fewest.buffers.reduce_buffers, fewest.buffers.early) == (0, 1, False)
+    for made in (some, fewest):
+        assert made.fits and list(made.reliefs) == ["optimizer state", "recompute"]
+        assert "fewer second buffers: prefetch" in made.table() and '"reduce_buffers": 1' in made.to_json()

@@ -208,6 +208,7 @@ LANE_CASES = [
     ("bf16-mixed", 2, 1, 3, False),
     ("32-true", 1, 2, 1, True),
     ("bf16-mixed", 0, 2, 3, True),
+    ("32-true", 0, 1, 1, False),
 ]
 
 

@@ -21,6 +21,8 @@ from memwall_strategy.planner import (
 )
 from memwall_strategy.planner.activations import KEPT_BY_RECOMPUTE, under_mode
 from memwall_strategy.planner.beside import bytes_beside, with_early_steps
+from memwall_strategy.planner.buffers import buffer_ladder
+from memwall_strategy.planner.memory_plan import schedule_of
 from memwall_strategy.pool.relief_plan import with_reliefs
 from memwall_strategy.pool.state_placement import Room, place_state
 from memwall_strategy.pool.state_plan import fixed_state_bytes, state_units
@@ -79,6 +81,44 @@ def test_what_does_not_help_is_said() -> None:
     assert more.peak_bytes <= made.peak_bytes
 
 
+def test_second_buffers_go_last_and_only_as_far_as_they_must() -> None:
+    spec, offload = OptimizerSpec.named("adamw"), False
+    rungs = buffer_ladder(OVERLAP, "cpu")
+
+    def planned_with(budget: int, activations: ActivationSpec) -> Plan:
+        def made_with(rung) -> Plan:
+            made = plan(
+                MODEL, CLUSTER, Budgets(budget), optimizer=spec, activations=activations,
+                **schedule_of(rung.within(OVERLAP), "cpu"),
+            )  # fmt: skip
+            return replace(made, buffers=None if rung == rungs[0] else rung)
+
+        def place(size: int):
+            return place_state(units, Room(size, GIB), slots=2)
+
+        units = state_units(MODEL, CLUSTER, spec, 0, "32-true")
+        placement = place(budget - BESIDE - fixed_state_bytes(MODEL))
+        leaner = map(made_with, rungs[1:])
+        return with_reliefs(
+            made_with(rungs[0]), units, placement, place, activations, 0, offload=offload, leaner=leaner
+        )[0]
+
+    heights = []
+    least = planned_with(BESIDE + 101_000, replace(ACTIVATIONS, root_bytes=50_000)).peak_bytes
+    for more in range(0, 90_000, 10_000):  # outside the units, where only buffers help
+        made = planned_with(BESIDE + 101_000, replace(ACTIVATIONS, root_bytes=50_000 + more))
+        reliefs = list(made.reliefs or {})
+        heights.append(0 if made.buffers is None else rungs.index(made.buffers))
+        assert ("second buffers" in reliefs) == (heights[-1] > 0)
+        if heights[-1]:
+            assert reliefs == ["recompute", "second buffers"] and made.reliefs["second buffers"] > 0
+            assert "fewer second buffers: prefetch" in made.table()
+        assert made.fits == (made.peak_bytes <= made.limit_bytes)
+        assert made.fits or heights[-1] == len(rungs) - 1
+    assert least <= BESIDE + 101_000
+    assert heights == sorted(heights) and heights[0] == 0 and heights[-1] == len(rungs) - 1, heights
+
+
 @pytest.mark.parametrize("mode", ["auto", "keep", "selective", "recompute", "offload"])
 def test_modes_hold_less(mode: str) -> None:
     spec = under_mode(ACTIVATIONS, mode)
@@ -98,8 +138,10 @@ def test_steps_inside_the_backward_hold_fewer_gradients() -> None:
     one = bytes_beside(MODEL, CLUSTER, accumulate=1, overlap=early, **common)
     several = bytes_beside(MODEL, CLUSTER, accumulate=4, overlap=early, **common)
     assert one < BESIDE <= several == bytes_beside(MODEL, CLUSTER, accumulate=2, overlap=early, **common)
-    settings = {"optimizer": OptimizerSpec("none"), "gradients_in_forward": False, "windows": True}
-    made = plan(MODEL, CLUSTER, Budgets(one + 10), **settings)
+    made = plan(
+        MODEL, CLUSTER, Budgets(one + 10), optimizer=OptimizerSpec("none"), gradients_in_forward=False,
+        **schedule_of(early, "cpu"),
+    )  # fmt: skip
     assert made.fits is False
     changed = with_early_steps(made, MODEL, CLUSTER, early)
     assert changed.fits and changed.advice is None and changed.resident[Kind.GRAD] == 0

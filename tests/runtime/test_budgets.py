@@ -28,13 +28,16 @@ LARGEST_BLOCK_BYTES = 3200
 class Run:
     """A small model trained under a pool's options; samples of a step as ``sizes`` says."""
 
-    def __init__(self, here: Here, sizes: Sequence[int], *, early: bool = False, **pool: Any) -> None:
+    def __init__(
+        self, here: Here, sizes: Sequence[int], *, overlap: OverlapConfig | None = None, frozen: int = 0, **pool: Any
+    ) -> None:
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo")
         torch.manual_seed(1)
         self.sizes, net = sizes, Gpt(6)
+        net.blocks[:frozen].requires_grad_(False)
         pool = {"optimizer_on": "device", **pool}  # where state steps at home, no slots are needed
-        config = MemwallConfig(pool=PoolConfig(**pool), overlap=OverlapConfig(optimizer_in_backward=early))
+        config = MemwallConfig(pool=PoolConfig(**pool), overlap=overlap or OverlapConfig())
         self.runtime = Runtime(config, mesh=data_parallel_mesh("cpu", here.world, 1))
         self.events: list[Event] = []
         self.runtime.events.subscribe(self.events.append)
@@ -269,5 +272,5 @@ def test_several_optimizers_share_the_room(here: Here) -> None:
 
 def test_the_order_is_the_designs() -> None:
     assert escalation.PLACES == (
-        "reserve", "optimizer state", "recompute", "offload", "gathered weights", "micro-batch",
+        "reserve", "optimizer state", "recompute", "offload", "gathered weights", "second buffers", "micro-batch",
     )  # fmt: skip
