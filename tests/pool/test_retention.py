@@ -388,7 +388,7 @@ def test_refusals(here):
         retention.set(["blocks.1"])
     with (
         pytest.raises(ConfigError, match=r"pool\.retain"),
-        running(here, retain="all", device_budget="50KiB") as (runtime, _),
+        running(here, retain="all", device_budget="40KiB") as (runtime, _),
     ):
         pass
 
@@ -422,7 +422,7 @@ def test_auto_takes_the_room_of_the_poorest_rank_and_gives_it_back(here):
         kinds = [event.kind for event in told]
         assert kinds.count(EventKind.RETENTION_CHANGED) == 4
         assert runtime.memory.peak_bytes <= budget
-        assert runtime.pool.escalation.reliefs[-1] is retention
+        assert [each.name for each in runtime.pool.escalation.reliefs][-2:] == [retention.name, "second buffers"]
     with running(here, retain="auto") as (runtime, optimizer):
         train(here, runtime, optimizer, steps=FIRST_STEPS + 2)
         assert runtime.pool.retention.retained == (), "no budget: as ever"
